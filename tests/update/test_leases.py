@@ -107,6 +107,7 @@ def test_a_later_coordinator_of_a_log_keeps_the_earlier_one_from_writing(tmp_pat
     second = CommitLog(directory)
     second.lead(3 * SECOND)
     assert (second.record.term, second.record.lease_ns) == (2, 3 * SECOND)
+    assert (first.is_lost, second.is_lost) == (True, False)
     with pytest.raises(BlockingIOError, match="led by another coordinator, of term 2, this one is of term 1"):
         first.commit(1, 1)
     second.commit(1, second.begin(0))

@@ -575,7 +575,7 @@ def hear_report(world: World, number: int) -> World:
     (link, status), rest = world.reports[number], world.reports[:number] + world.reports[number + 1 :]
     world = replace(world, reports=rest)
     run = world.runs[link[0]]
-    if run.core is None or run.ranks[link[1]] is None:
+    if run.core is None or run.ranks[link[1]] is None or is_led_by_another(world, link[0]):
         return world
     message = Report(link[1], status)
     core, actions = coordinator_decisions.hear(run.core, link[1], message, record_of(world, link[0]), world.now)

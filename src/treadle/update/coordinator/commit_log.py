@@ -56,6 +56,7 @@ class CommitLog:
         if not self.record.id:
             self.record = msgspec.structs.replace(self.record, id=secrets.token_hex(16))
         self._is_written = False
+        self._mark: tuple[int, int] | None = None
         self.lease_ns: int | None = None
         self._counter = directory / "attempts"
         counted = self._counter.read_bytes() if self._counter.exists() else b""
@@ -86,14 +87,28 @@ class CommitLog:
         """Write the decision. It is on disk when this returns."""
         self._write(committed(self.record, version, epoch, self.members, self.lease_ns))
 
-    def _write(self, record: Record) -> None:
-        there = Record()
+    @property
+    def is_lost(self) -> bool:
+        """Whether a coordinator of a later term has written the log: this one must not grant, and cannot write."""
+        mark = _mark_of(self._path)
+        if mark != self._mark and self._later_term() == 0:
+            self._mark = mark
+        return mark != self._mark
+
+    def _later_term(self) -> int:
+        """Return the term on disk, if it is above this one's; else 0."""
         with suppress(ValueError):  # what is torn is written anew
             there = _read(self._path)
-        if there.id in ("", record.id) and there.term > record.term:
+            if there.id in ("", self.record.id) and there.term > self.record.term:
+                return there.term
+        return 0
+
+    def _write(self, record: Record) -> None:
+        later = self._later_term()
+        if later:
             raise BlockingIOError(
-                f"the ledger in {self.directory} is led by another coordinator, of term {there.term}, this one is of "
-                f"term {record.term}; end it, or use another directory"
+                f"the ledger in {self.directory} is led by another coordinator, of term {later}, this one is of term "
+                f"{self.record.term}; end it, or use another directory"
             )
         part = self._path.with_suffix(".part")
         with _naming(part), part.open("wb") as file:
@@ -102,7 +117,7 @@ class CommitLog:
             os.fsync(file.fileno())
         part.rename(self._path)
         _sync(self.directory)
-        self.record, self._is_written = record, True
+        self.record, self._is_written, self._mark = record, True, _mark_of(self._path)
 
     def close(self) -> None:
         """Release the log; may be called again."""
@@ -159,6 +174,15 @@ def _naming(path: Path) -> Iterator[None]:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         told = f"{error.strerror}; make room there, then try again" if full else error.strerror
         raise OSError(error.errno, told, str(path)) from error
+
+
+def _mark_of(path: Path) -> tuple[int, int] | None:
+    """Return what differs between a file and the next one of its name; None where there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def _sync(directory: Path) -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-import msgspec
-
 from treadle.host.errors import TreadleError
 from treadle.update.protocol.catalogue import list_layouts
 from treadle.update.protocol.control import Agreed, Enter, Fault, Layouts, Phase, Send, Settled, Sides
@@ -172,11 +170,10 @@ class Attempt:
                 )
         if self.first.takeover:
             return
+        endless = [member for member in record.members if leases.is_endless(member.incarnation)]
         if leases.least is not None:
             self._refuse_few(record, leases.least)
-            endless = tuple(member for member in record.members if leases.is_endless(member.incarnation))
-            record = msgspec.structs.replace(record, members=endless)
-        missing = missing_members(record, self.workers)
+        missing = missing_members(record.members if leases.least is None else endless, self.workers)
         if missing:
             raise AttemptRefusedError(
                 ", ".join(member.name for member in missing),
@@ -185,7 +182,7 @@ class Attempt:
                 "start a rank beside each worker, or, once the others have ended, take over those that are left "
                 "(takeover=True, --takeover)",
             )
-        replaced = replaced_members(record, self.workers)
+        replaced = replaced_members(endless, self.workers)
         if replaced:
             raise AttemptRefusedError(
                 ", ".join(member.name for member in replaced),

@@ -159,18 +159,15 @@ def reported(state: CoordinatorState, rank: int, report: Report, record: Record,
     takes_part = entry is not None and entry.incarnation == status.incarnation and status.state in ("serving", "lapsed")
     if is_foreign(record, status.log) or not (attempt.phase == "enter" or takes_part):
         return state, []
-    named = record.id, record.took
     grant = Grant(
         state.last,
         record.version,
         record.epochs,
-        "drain",
-        2.0,
-        *named,
-        False,
-        record.term,
-        status.stamp_ns,
-        leases.lease_ns,
+        log=record.id,
+        took=record.took,
+        term=record.term,
+        stamp_ns=status.stamp_ns,
+        lease_ns=leases.lease_ns,
     )
     return replace(state, leases=leases.granted(status.incarnation, now_ns)), [Tell(grant, rank)]
 
@@ -275,9 +272,7 @@ def _open(state: CoordinatorState, record: Record) -> Step:
     attempt, leases = state.attempt, state.leases
     members = attempt.members_after(record, leases)
     start = attempt.start_from(record)
-    gone = {name for name, until in leases.out.items() if until is None} - attempt.incarnations
-    gone |= attempt.ended(record)
-    leases = leases.without(gone)
+    leases = leases.without(attempt.ended(record))
     if attempt.first.takeover:  # of other leases than those of the workers here the caller says that they are over
         leases = replace(leases, out=dict.fromkeys(attempt.incarnations))
     known = [status.term for status in attempt.statuses.values() if status.log == record.id]
@@ -302,7 +297,8 @@ def _agree(state: CoordinatorState, record: Record, now_ns: int) -> Step:
         raise AttemptRefusedError("the update ranks", different)
     attempt.refuse_differing_weights()
     if state.waits_ns is None:
-        raise AttemptRefusedError("the coordinator (update rank 0)", "a lease without end is out; update again")
+        text = "a worker that takes no part has a lease without end; end it and take the set over (takeover=True)"
+        raise AttemptRefusedError("the coordinator (update rank 0)", text)
     if not is_past(state.waits_ns, now_ns):
         return state, []
     if attempt.phase == "plan":

@@ -101,20 +101,20 @@ def taken_over(record: Record, statuses: Sequence[Status], members: tuple[Member
     return Record(versions.pop(), epochs, record.id, members, took, record.term)
 
 
-def missing_members(record: Record, workers: Iterable[int]) -> list[Member]:
+def missing_members(members: Sequence[Member], workers: Iterable[int]) -> list[Member]:
     """Members for which no update rank speaks."""
     present = set(workers)
-    return [member for member in record.members if member.worker not in present]
+    return [member for member in members if member.worker not in present]
 
 
-def replaced_members(record: Record, statuses: dict[int, Status]) -> list[Member]:
+def replaced_members(members: Sequence[Member], statuses: dict[int, Status]) -> list[Member]:
     """Members in whose place a worker with another slot is now: they may still serve elsewhere.
 
     A new process in the same slot is no such case: it got the slot when the one before had closed or ended.
     """
     return [
         member
-        for member in record.members
+        for member in members
         if member.worker in statuses and member.slot and statuses[member.worker].slot != member.slot
     ]
 
