@@ -58,7 +58,7 @@ def attempt(path: Path, num: int) -> dict[str, float]:
     held = Parallel(tp=TP, replicas=num // TP, dim=lambda name: 0).holding(tensors).pieces
     layouts = [WeightLayout(tensors, pieces) for pieces in held]
     digests = [layout_digest(layout) for layout in layouts[:TP]]
-    status = [Status(rank, 1, "closed", None, 0, 0) for rank in range(num)]
+    status = [Status(rank, 1, "lapsed", None, 0, 0) for rank in range(num)]
     ranks = Ranks(path, num)
     try:
         names = [(digests[rank % TP], digests[rank % TP]) for rank in range(num)]

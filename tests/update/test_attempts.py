@@ -135,7 +135,7 @@ def test_a_worker_that_has_voted_waits_for_a_decision_however_late() -> None:
         assert "whether version 2 is committed is not known here, and the worker stays closed" in second[0]
         for _, (committed, unheard), _ in (first, second):
             assert (committed.state, committed.version) == ("serving", 2)
-            assert unheard.state == "prepared", "it served or went back without having been told"
+            assert unheard.state == "staged", "it served or went back without having been told"
         assert first[2] == second[2] == ""
         for worker in range(2):
             assert (status(workers.sockets, worker).state, status(workers.sockets, worker).version) == ("serving", 3)

@@ -211,7 +211,7 @@ class Ranks:
 
     def enter(self, version: int) -> tuple[int, list[Any]]:
         """Up to what the coordinator says after all have settled."""
-        status = [Status(rank, 1, "closed", None, 0, 0) for rank in range(2)]
+        status = [Status(rank, 1, "lapsed", None, 0, 0) for rank in range(2)]
         digests = [(layout_digest(WHOLE), layout_digest(wants)) for wants in (LOW, HIGH)]
         enter = [Enter(r, r, "update", version, None, None, *digests[r], status[r], True, 0) for r in range(2)]
         epoch = self.say(*enter)[0].epoch

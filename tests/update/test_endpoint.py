@@ -26,14 +26,13 @@ from treadle.host.sockets import close_server, connect, listen
 from treadle.update import Endpoint, Plain
 from treadle.update.protocol.update_messages import (
     PROTOCOL,
-    Commit,
     Finish,
     FromWorker,
     GetStatus,
+    Grant,
     Hello,
     Prepared,
     Refused,
-    Settle,
     Status,
     Welcome,
 )
@@ -56,7 +55,7 @@ def test_an_endpoint_that_was_out_of_descriptors_takes_connections_again(
             with suppress(PeerGoneError):
                 Asker(place, 0)
         asker = Asker(place, 0)
-        assert asker.status().state == "closed"
+        assert asker.status().state == "lapsed"
         asker.close()
     assert f"treadle worker {endpoint.worker.worker}" not in {thread.name for thread in threading.enumerate()}
 
@@ -84,7 +83,7 @@ def test_those_who_ask_leave_a_place_for_update_ranks(place: Path) -> None:
         assert isinstance(beside.ask(GetStatus(), Status, PATIENT_S), Status)
         beside.drop()
         for asker in askers:
-            assert asker.status().state == "closed"
+            assert asker.status().state == "lapsed"
             asker.close()
         for stranger in strangers:
             stranger.close()
@@ -150,7 +149,7 @@ def test_an_update_rank_comes_again_where_a_worker_ended_before_its_welcome(plac
         close_server(dying, path)
         with Endpoint(Plain({"w": torch.zeros(4)}), place, 0):
             coming.result()
-            assert beside.ask(GetStatus(), Status, 3.0).state == "closed"
+            assert beside.ask(GetStatus(), Status, 3.0).state == "lapsed"
             beside.drop()
 
 
@@ -174,7 +173,7 @@ def test_a_rank_whose_worker_was_taken_over_hears_by_whom(place: Path) -> None:
         with pytest.raises(PeerGoneError, match=who):
             first.expect(Status, 5.0)
         assert told.get(timeout=SOON_S) == who
-        assert second.ask(GetStatus(), Status, 5.0).state == "closed"
+        assert second.ask(GetStatus(), Status, 5.0).state == "lapsed"
         second.drop()
 
 
@@ -212,7 +211,7 @@ def test_a_message_that_was_read_before_a_close_opens_nothing_after_it(
     plan, read, closed, handled = plan_of(engine), threading.Event(), threading.Event(), threading.Event()
     with Endpoint(engine, place, 0) as endpoint:
         endpoint.worker.handle(plan)
-        bring_first(endpoint.worker, plan, to="prepared")
+        bring_first(endpoint.worker, plan, to="staged")
         rank = WorkerClient(place, 0, Inbox(), lambda name, text: None)
         rank.connect(0, PATIENT_S)
 
@@ -224,7 +223,7 @@ def test_a_message_that_was_read_before_a_close_opens_nothing_after_it(
             return answer
 
         monkeypatch.setattr(Worker, "handle", late)
-        rank.send(Commit(1, 1))
+        rank.send(Grant(1, 1, (1,)))
         assert read.wait(PATIENT_S)
     closed.set()
     assert handled.wait(PATIENT_S)
@@ -238,14 +237,14 @@ def test_an_answer_of_another_attempt_is_not_taken(place: Path, monkeypatch: pyt
     with Endpoint(Plain({"w": torch.zeros(4)}), place, 0) as endpoint:
         rank = WorkerClient(place, 0, Inbox(), lambda name, text: lost.put(text))
         rank.connect(0, PATIENT_S)
-        assert rank.ask(Settle(5, None, ()), Status, PATIENT_S).epoch == 5
-        told = rank.ask(Settle(6, None, ()), Status, PATIENT_S)
+        assert rank.ask(Grant(5, None, ()), Status, PATIENT_S).epoch == 5
+        told = rank.ask(Grant(6, None, ()), Status, PATIENT_S)
         monkeypatch.setattr(Worker, "handle", lambda worker, message: told)
         with pytest.raises(WireError, match="Status of attempt 6 came in attempt 7"):
-            rank.ask(Settle(7, None, ()), Status, PATIENT_S)
+            rank.ask(Grant(7, None, ()), Status, PATIENT_S)
         monkeypatch.setattr(Worker, "handle", lambda worker, message: Refused("busy", "later", 6))
         with pytest.raises(WireError, match="Refused of attempt 6 came in attempt 7"):
-            rank.ask(Settle(7, None, ()), Status, PATIENT_S)
+            rank.ask(Grant(7, None, ()), Status, PATIENT_S)
         monkeypatch.undo()
         with pytest.raises(WorkerRefusedError, match="attempt 4 is over") as refused:
             rank.ask(Finish(4), Prepared, PATIENT_S)

@@ -23,13 +23,11 @@ from tests.support.update.workers import Asker, Workers
 from treadle.update import Plain, Source, UpdateError, UpdateOptions, Updater
 from treadle.update.coordinator.commit_log import CommitLog, peek
 from treadle.update.protocol.update_messages import (
-    Abort,
     Answer,
     Begin,
-    Commit,
     Finish,
+    Grant,
     Refused,
-    Settle,
     Status,
     TakePlan,
 )
@@ -113,29 +111,19 @@ def test_fewer_ranks_than_workers_are_refused_and_the_missing_worker_is_named() 
         assert run(workers, 3, first) == [""] * 3
         for told in run(workers, 2, second):
             assert f"worker 2 (process {workers.processes[2].pid}" in told, told
-            assert "new_set" in told
+            assert "takeover=True" in told
         assert served(workers) == [1, 1, 1]
 
 
-def second_with_notes(updater: Updater, rank: int, have: Holding) -> tuple[str, ...]:
-    return updater.update(source_of(have, rank, 2), 2).notes
-
-
-def test_a_set_that_shrank_is_updated_where_that_is_said_and_who_left_is_closed() -> None:
+def test_a_set_that_shrank_is_taken_over_once_the_others_have_ended() -> None:
     with Workers(whole(3)) as workers:
         run(workers, 3, first)
-        for notes in run(workers, 2, second_with_notes, new_set=True):
-            assert any("worker 2 " in note and "closed" in note for note in notes), notes
-        assert served(workers) == [2, 2, None]
+        workers.kill(2)
+        assert run(workers, 2, second, takeover=True) == ["", ""]
         assert run(workers, 2, recovers) == [("", 0)] * 2, "the smaller set is the log's from then on"
-
-
-def test_who_left_a_set_and_cannot_be_reached_is_said() -> None:
-    with Workers(whole(3)) as workers:
-        run(workers, 3, first)
-        worker_path(workers.sockets, 2).unlink()
-        for notes in run(workers, 2, second_with_notes, new_set=True):
-            assert any("worker 2 (process" in note and "not reached" in note for note in notes), notes
+        workers.start(2)
+        workers.await_up(2)
+        assert served(workers) == [2, 2, None]
 
 
 # ---- incarnations ----------------------------------------------------------------------------------------------------
@@ -326,8 +314,7 @@ def test_a_log_that_took_over_in_vain_leaves_what_its_own_log_opens_again() -> N
     """It has a version of its own, so the workers were closed for it; they kept what they had."""
     with Workers(whole(2)) as workers, Workers(whole(2)) as other:
         assert run(workers, 2, first) == run(other, 2, first_of_another) == [""] * 2
-        wrong = {"takeover": True, "new_set": True}
-        assert all("no rank has" in told for told in run(workers, 2, nothing_to_send, other.ledger, **wrong))
+        assert all("no rank has" in told for told in run(workers, 2, nothing_to_send, other.ledger, takeover=True))
         assert served(workers) == [None, None]
         assert run(workers, 2, recovers) == [("", 0)] * 2, "with the right log nothing has to move"
         assert served(workers) == [1, 1]
@@ -386,16 +373,16 @@ def lone() -> tuple[Worker, Plain]:
     plain = Plain({"w": torch.zeros(0)})
     made = Worker(plain, 0)
     made.handle(TakePlan("p", (), ()))
-    made.handle(Settle(1, None, (), log="A"))
+    made.handle(Grant(1, None, (), log="A"))
     made.handle(Begin(1, 1, "p", "none", "drain", 1.0, checked=True, partial=False, log="A"))
     made.handle(Finish(1))
-    assert isinstance(made.handle(Commit(1, 1)), Status)
+    assert isinstance(made.handle(Grant(1, 1, (1,), log="A")), Status)
     return made, plain
 
 
 def test_a_worker_refuses_another_log_and_names_both() -> None:
     made, plain = lone()
-    told = made.handle(Settle(9, 1, (1,), log="B"))
+    told = made.handle(Grant(9, 1, (1,), log="B"))
     assert isinstance(told, Refused)
     assert (told.code, plain.gate.version) == ("foreign", 1)
     assert all(part in told.text for part in ("another log, A", "this one is B", "takeover=True"))
@@ -404,10 +391,10 @@ def test_a_worker_refuses_another_log_and_names_both() -> None:
 
 def test_a_worker_that_has_voted_belongs_to_the_log_it_voted_for() -> None:
     made, _ = lone()
-    made.handle(Settle(2, None, (), log="B", takeover=True))
+    made.handle(Grant(2, None, (), log="B", takeover=True))
     made.handle(Begin(2, 5, "p", "none", "drain", 1.0, checked=True, partial=False, log="B"))
     made.handle(Finish(2))
-    told = made.handle(Settle(3, 1, (1,), log="A"))
+    told = made.handle(Grant(3, 1, (1,), log="A"))
     assert isinstance(told, Refused)
     assert told.code == "foreign"
     assert made.status.log == "B"
@@ -415,21 +402,21 @@ def test_a_worker_that_has_voted_belongs_to_the_log_it_voted_for() -> None:
 
 def test_a_closed_worker_keeps_what_it_has_for_its_own_log_only() -> None:
     made, plain = lone()
-    closed = made.handle(Settle(2, 1, (1,), log="B", takeover=True))  # the same numbers, another log
+    closed = made.handle(Grant(2, 1, (1,), log="B", takeover=True))  # the same numbers, another log
     assert isinstance(closed, Status)
-    assert (closed.state, closed.version, closed.log, plain.gate.version) == ("closed", 1, "A", None)
-    opened = made.handle(Settle(3, 1, (1,), log="A"))
+    assert (closed.state, closed.version, closed.log, plain.gate.version) == ("lapsed", 1, "A", None)
+    opened = made.handle(Grant(3, 1, (1,), log="A"))
     assert isinstance(opened, Status)
     assert (opened.state, plain.gate.version) == ("serving", 1)
 
 
 def test_a_closed_worker_does_not_open_when_an_attempt_fails() -> None:
     made, plain = lone()
-    made.handle(Settle(2, None, (), log="B", takeover=True))
+    made.handle(Grant(2, None, (), log="B", takeover=True))
     made.handle(Begin(2, 5, "p", "host", "drain", 1.0, checked=True, partial=False, log="B"))
-    made.handle(Abort(2))
-    assert (made.state, plain.gate.version) == ("closed", None)
-    made.handle(Settle(3, 1, (1,), log="A"))
+    made.handle(Grant(2, None, (), log="B", takeover=True))
+    assert (made.state, plain.gate.version) == ("lapsed", None)
+    made.handle(Grant(3, 1, (1,), log="A"))
     assert plain.gate.version == 1
 
 

@@ -91,6 +91,6 @@ def test_a_connection_whose_end_is_told_late_is_not_taken_for_the_next(place: Pa
     with Endpoint(Plain({"w": torch.zeros(4)}), place, 0):
         rank.connect(0, PATIENT_S)
         assert told == [(f"worker 0 (process {os.getpid()})", True)]
-        assert rank.ask(GetStatus(), Status, PATIENT_S).state == "closed"
+        assert rank.ask(GetStatus(), Status, PATIENT_S).state == "lapsed"
         rank.drop()
     assert len(told) == 1

@@ -12,10 +12,15 @@ from typing import Any
 import pytest
 
 from tests.support.budget import Budget
+from tests.support.update import world
 from tests.support.update.model_checker import explore
-from tests.support.update.world import RULES, Sizes
-from treadle.update.protocol import attempt, coordinator_decisions, rank, worker_decisions
+from tests.support.update.world import LEASE_NS, RULES, Sizes
+from treadle.update.protocol import attempt, coordinator_decisions, leases, rank, worker_decisions
+from treadle.update.protocol.control import Report
+from treadle.update.protocol.record import Record, committed
 from treadle.update.protocol.worker_decisions import WorkerState
+
+LEASED = Sizes(leases=True, least=1, updates=1, crashes=0, recoveries=0)
 
 SMALL = {
     "crash": Sizes(updates=1, crashes=1),
@@ -27,6 +32,17 @@ SMALL = {
     "a child": Sizes(updates=1, crashes=0, children=1),
     "a source without a worker": Sizes(ranks=2, workers=1, sources=1, updates=1, crashes=1),
     "fewer ranks, one a source": Sizes(ranks=3, workers=2, sources=1, updates=1, crashes=0, mistakes=1),
+    "leases, a worker is cut off": replace(LEASED, ticks=2, cuts=1, reports=1),
+    "leases, all are needed": replace(LEASED, least=None, ticks=2, reports=1),
+    "leases, a crash": replace(LEASED, crashes=1, ticks=1),
+    "leases, one worker, a crash": replace(LEASED, ranks=1, workers=1, crashes=1, ticks=2, reports=1),
+    "leases, fewer ranks": replace(LEASED, mistakes=1, ticks=2),
+    "leases, replaced": replace(LEASED, replacements=1, ticks=2),
+    "leases, cut off and recovered": replace(LEASED, cuts=1, recoveries=1, ticks=1),
+    "leases, two coordinators": replace(LEASED, ranks=1, workers=1, updates=2, doubles=1, ticks=2),
+    "leases, restored": replace(LEASED, updates=2, restores=1, ticks=1),
+    "leases, a child": replace(LEASED, children=1, ticks=2),
+    "leases, a source without a worker": replace(LEASED, ranks=3, sources=1, cuts=1, ticks=2),
 }
 
 
@@ -46,6 +62,16 @@ def test_no_state_of_all_kinds_of_trouble_together_is_wrong(budget: Budget) -> N
     budget.covered(f"the nearest {found.states} states")
     assert not found.wrong, "\n".join((found.wrong, *found.trace))
     assert found.whole or found.states > NEAREST
+
+
+@pytest.mark.slow
+def test_no_state_of_leases_and_all_kinds_of_trouble_together_is_wrong(budget: Budget) -> None:
+    """Late reports and grants, cut off workers, crashes and a second coordinator: the nearest states of these."""
+    sizes = replace(LEASED, updates=2, crashes=1, ticks=3, reports=3, cuts=1, doubles=1, recoveries=1, children=1)
+    found = explore(sizes, round(NEAREST * budget.factor))
+    budget.covered(f"the nearest {found.states} states")
+    assert not found.wrong, "\n".join((found.wrong, *found.trace))
+    assert found.states > NEAREST
 
 
 NEAREST = 6000
@@ -75,7 +101,7 @@ def goes_back_though_it_voted(monkeypatch: pytest.MonkeyPatch) -> None:
     release = worker_decisions.release
 
     def eager(state: WorkerState, *, can_restore: bool) -> worker_decisions.Moves:
-        voted = state.state == "prepared"
+        voted = state.state == "staged"
         return release(replace(state, state="loading") if voted else state, can_restore=can_restore)
 
     monkeypatch.setattr(worker_decisions, "release", eager)
@@ -127,6 +153,69 @@ def test_a_planted_fault_is_found(plant: Callable[[Any], None], monkeypatch: pyt
     plant(monkeypatch)
     found = explore(Sizes(updates=1, crashes=1, recoveries=0))
     assert found.wrong
+
+
+def waits_for_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I1: a coordinator that writes the commit while a worker that is cut off may serve."""
+    monkeypatch.setattr(coordinator_decisions.CoordinatorState, "waits_ns", property(lambda state: 0))
+
+
+def trusts_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I1: a coordinator that takes a lease for over when it is by its own clock."""
+    monkeypatch.setattr(leases, "MARGIN", 10 * LEASE_NS)
+
+
+def forgets_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I1: a coordinator that starts, and takes the leases of the one before for over."""
+    monkeypatch.setattr(world, "leases_of", lambda record, lease_ns, least, now_ns: leases.Leases(lease_ns, least))
+
+
+def takes_votes_of_the_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I1: a coordinator that counts a rank that goes on without its worker."""
+    ends_ns = leases.Leases.ends_ns
+    monkeypatch.setattr(leases.Leases, "ends_ns", lambda self, voted: ends_ns(self, {*voted, *self.out}))
+
+
+def grants_what_it_has_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I2: a coordinator that grants a version to those that have staged it, before all have."""
+    reported = coordinator_decisions.reported
+
+    def eager(
+        state: coordinator_decisions.CoordinatorState, rank: int, report: Report, record: Record, now_ns: int
+    ) -> coordinator_decisions.Step:
+        under_way = state.attempt
+        if under_way.phase != "finish" or report.status.state != "staged":
+            return reported(state, rank, report, record, now_ns)
+        new = committed(record, under_way.first.version, under_way.epoch, record.members)
+        state, actions = reported(coordinator_decisions.over(state), rank, report, new, now_ns)
+        return replace(state, attempt=under_way), actions
+
+    monkeypatch.setattr(coordinator_decisions, "reported", eager)
+
+
+def writes_over_a_later_term(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator that lost the lock of its log, and goes on."""
+    monkeypatch.setattr(world, "is_led_by_another", lambda world, number: False)
+
+
+LEFT_OUT: dict[Callable[[Any], None], Sizes] = {
+    waits_for_no_lease: SMALL["leases, a worker is cut off"],
+    trusts_clocks: SMALL["leases, a worker is cut off"],
+    forgets_leases: SMALL["leases, fewer ranks"],
+    takes_votes_of_the_cut_off: SMALL["leases, a worker is cut off"],
+    grants_what_it_has_not_written: SMALL["leases, a worker is cut off"],
+    writes_over_a_later_term: replace(SMALL["leases, two coordinators"], reports=1),
+}
+
+
+@pytest.mark.parametrize("plant", LEFT_OUT)
+def test_an_invariant_of_leases_is_broken_where_its_rule_is_left_out(
+    plant: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch, budget: Budget
+) -> None:
+    plant(monkeypatch)
+    found = explore(LEFT_OUT[plant])
+    budget.covered(f"{found.wrong}, {len(found.trace)} steps, {found.states} states")
+    assert found.wrong.startswith("committed: worker")
 
 
 def test_an_older_copy_of_the_log_serves_a_version_twice_where_nothing_refuses_it(

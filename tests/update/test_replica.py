@@ -20,14 +20,15 @@ import pytest
 import treadle.update.adapters.vllm.replica as replica_module
 from tests.support.patience import PATIENT_S, SOON_S
 from tests.support.update.engines import eventually, out_of_descriptors
+from treadle.host.boot_clock import boot_ns
 from treadle.host.sockets import connect
-from treadle.update.adapters.vllm.engine_messages import Reply, Serve, Shut
+from treadle.update.adapters.vllm.engine_messages import LeaseEnd, Reply, Serve, Shut
 from treadle.update.adapters.vllm.gate_phases import TRANSITIONS, GateEvent, GatePhase, after
 from treadle.update.adapters.vllm.leftovers import Leftovers, named_memory
 from treadle.update.adapters.vllm.line import Line, replica_path
 from treadle.update.adapters.vllm.listening import Listening
 from treadle.update.adapters.vllm.replica import Replica
-from treadle.update.worker.gate import Gate
+from treadle.update.worker.gate import ClosedError, Gate
 from treadle.wire.errors import PeerGoneError
 from treadle.wire.link import Link
 from treadle.wire.listeners import Listener
@@ -147,6 +148,23 @@ def test_a_start_that_took_too_long_opens_nothing(slow: tuple[Slow, Replica, lis
     assert lines[1].ask(Serve(1), 10) is None
     assert replica.version == 1
     assert engine.scheduling
+
+
+def test_a_replica_serves_while_the_leases_of_all_its_workers_last(slow: tuple[Slow, Replica, list[Line]]) -> None:
+    _, replica, lines = slow
+    for line, until_s in ((lines[0], 1000), (lines[1], 2000)):
+        assert line.ask(LeaseEnd(boot_ns() + until_s * 10**9), 10) is None
+    assert serve_all(lines, 1) == [None, None]
+    with replica.serving() as version:
+        assert version == 1
+    with pytest.raises(ClosedError, match="its lease is over"), replica.serving():
+        assert lines[1].ask(LeaseEnd(boot_ns() - 1), 10) is None
+    assert replica.version is None
+    with pytest.raises(ClosedError, match="its lease is over"), replica.serving():
+        pytest.fail("a request entered")
+    assert lines[1].ask(LeaseEnd(None), 10) is None
+    with replica.serving(wait_s=10) as version:
+        assert version == 1
 
 
 def test_a_worker_that_shuts_meanwhile_keeps_the_gate_closed(

@@ -50,10 +50,10 @@ CASES = {
 }
 
 
-def run(rank: int, places: tuple[Path, Path], sets: Sets, versions: list[int], new_set: bool = False) -> list[str]:
+def run(rank: int, places: tuple[Path, Path], sets: Sets, versions: list[int], takeover: bool = False) -> list[str]:
     """The errors of these updates; "" where they succeed."""
     told = []
-    with Updater(places[0], ledger=places[1], worker=sets.speaks[rank], options=OPTIONS, new_set=new_set) as updater:
+    with Updater(places[0], ledger=places[1], worker=sets.speaks[rank], options=OPTIONS, takeover=takeover) as updater:
         at = sets.sources[rank]
         for version in versions:
             source = source_of(sets.have, at, version) if at is not None else None
@@ -64,9 +64,9 @@ def run(rank: int, places: tuple[Path, Path], sets: Sets, versions: list[int], n
     return told
 
 
-def ranks_of(workers: Workers, sets: Sets, versions: list[int], new_set: bool = False) -> list[list[str]]:
+def ranks_of(workers: Workers, sets: Sets, versions: list[int], takeover: bool = False) -> list[list[str]]:
     places = workers.sockets, workers.ledger
-    return check(run_ranks(len(sets.speaks), run, places, sets, versions, new_set))
+    return check(run_ranks(len(sets.speaks), run, places, sets, versions, takeover))
 
 
 @pytest.mark.parametrize("name", CASES)

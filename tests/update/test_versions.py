@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -22,14 +23,12 @@ from tests.support.update.workers import Asker, Trouble, Troubled, Workers, ask_
 from treadle.update import Plain, Source, UpdateError, UpdateOptions, Updater
 from treadle.update.coordinator.commit_log import CommitLog
 from treadle.update.protocol.update_messages import (
-    Abort,
     Answer,
     Begin,
-    Commit,
     Finish,
+    Grant,
     Refused,
     Rollback,
-    Settle,
     Status,
     TakePlan,
 )
@@ -301,7 +300,7 @@ def begin(epoch: int, version: int) -> Begin:
 def test_messages_of_an_older_attempt_are_refused() -> None:
     worker, _, _ = lone()
     worker.handle(begin(5, 1))
-    for message in (begin(4, 1), Finish(4), Commit(4, 1), Abort(4), Settle(4, None, ())):
+    for message in (begin(4, 1), Finish(4), Grant(4, None, ()), Grant(4, 1, (4,))):
         answer = worker.handle(message)
         assert isinstance(answer, Refused)
         assert answer.code == "stale", message
@@ -312,12 +311,12 @@ def test_a_prepared_worker_stays_closed_until_it_learns_the_decision() -> None:
     worker.handle(begin(5, 1))
     worker.handle(Finish(5))
     worker.release()
-    assert worker.state == "prepared"
+    assert worker.state == "staged"
     assert plain.gate.version is None
     answer = worker.handle(begin(6, 2))  # nor does a new attempt let it forget
     assert isinstance(answer, Refused)
     assert answer.code == "order"
-    committed = worker.handle(Settle(6, 1, (5,)))
+    committed = worker.handle(Grant(6, 1, (5,)))
     assert isinstance(committed, Status)
     assert (committed.state, committed.version) == ("serving", 1)
     with plain.serving() as version:
@@ -328,19 +327,19 @@ def test_a_version_of_the_same_number_by_another_attempt_is_not_the_same() -> No
     worker, plain, _ = lone()
     worker.handle(begin(5, 1))
     worker.handle(Finish(5))
-    gone_back = worker.handle(Settle(7, 1, (6,)))  # attempt 6 committed a version 1, this worker holds that of 5
+    gone_back = worker.handle(Grant(7, 1, (6,)))  # attempt 6 committed a version 1, this worker holds that of 5
     assert isinstance(gone_back, Status)
-    assert (gone_back.state, gone_back.version, plain.gate.version) == ("closed", None, None)
+    assert (gone_back.state, gone_back.version, plain.gate.version) == ("lapsed", None, None)
 
 
 def test_steps_may_come_again() -> None:
     worker, plain, _ = lone()
     assert worker.handle(begin(5, 1)) == worker.handle(begin(5, 1))
     assert worker.handle(Finish(5)) == worker.handle(Finish(5))
-    assert worker.handle(Commit(5, 1)) == worker.handle(Commit(5, 1))
+    answers = [worker.handle(Grant(5, 1, (5,))) for _ in range(2)]
+    once, again = (msgspec.structs.replace(answer, stamp_ns=0) for answer in answers if isinstance(answer, Status))
+    assert once == again
     assert plain.gate.version == 1
-    worker.handle(Abort(5))
-    assert plain.gate.version == 1  # what is committed stays
 
 
 # ---- the ledger ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.support.update.engines import Noting, begin, plan_of, served
-from treadle.update.protocol.update_messages import Begun, Settle, Status
+from treadle.update.protocol.update_messages import Begun, Grant, Status
 from treadle.update.worker.worker import Worker
 
 
@@ -13,9 +13,9 @@ def test_an_engine_that_is_open_is_closed_by_what_comes_first() -> None:
         engine = Noting()
         engine.gate.open(1)
         worker, plan = Worker(engine, 0), plan_of(engine)
-        assert worker.state == "closed"
+        assert worker.state == "lapsed"
         worker.handle(plan)
-        first = Settle(5, None, ()) if closing == "settle" else begin(5, 2, plan)
+        first = Grant(5, None, ()) if closing == "settle" else begin(5, 2, plan)
         answer = worker.handle(first)
         assert isinstance(answer, Status | Begun), answer
         assert engine.gate.version is None, closing
@@ -25,7 +25,7 @@ def test_an_engine_that_opens_after_it_said_it_could_not_is_closed_before_it_is_
     engine = Noting()
     engine.late = True
     worker, plan = served(engine)
-    assert (worker.state, engine.gate.version) == ("closed", 1)
+    assert (worker.state, engine.gate.version) == ("lapsed", 1)
     assert isinstance(worker.handle(begin(2, 2, plan)), Begun)
     assert engine.gate.version is None
 
@@ -43,9 +43,9 @@ def test_settling_closes_as_it_is_told() -> None:
     engine = Noting()
     worker, _ = served(engine)
     engine.closes.clear()
-    told = worker.handle(Settle(3, 7, (2,), "abort", 12.5))
+    told = worker.handle(Grant(3, 7, (2,), "abort", 12.5))
     assert isinstance(told, Status)
-    assert (told.state, engine.closes) == ("closed", [("abort", 12.5)])
+    assert (told.state, engine.closes) == ("lapsed", [("abort", 12.5)])
 
 
 def test_buffers_go_with_the_update_rank_unless_another_took_over() -> None:

@@ -28,10 +28,14 @@ All workers have voted before the decision is written to disk, and it is on disk
 that has voted stays closed until it learns the decision, however late; one that has not voted may roll back by itself.
 Attempts are numbered, and messages of an older attempt are refused.
 
+A worker serves while it has a lease on what it holds. By default a lease has no end, and every worker has to vote.
+Where leases end, a thread of each rank renews its worker's, and the coordinator waits until those of absent workers are
+over: an update then needs as many replicas as the policy asks for.
+
 Every party has an identity. A log has a random id, which a worker that votes belongs to from then on. An endpoint has
 an incarnation, new with each start, and a slot: a lock beside its socket that one process at a time holds, so two
-workers with one slot cannot both serve. Members without a rank are refused unless the caller passes `new_set`, workers
-of another log unless it passes `takeover`.
+workers with one slot cannot both serve. Workers of another log, and a set without some members of this one, are refused
+unless the caller passes `takeover`; members whose leases are over are not missed.
 
 Ranks that hold the same piece may hold different bytes, which a sender's digests cannot show: each rank compares
 received buckets with its own copies, by default a sample that moves on with each update, and refuses before its vote.

@@ -48,7 +48,6 @@ class UpdateSetup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     options: UpdateOptions
     takeover: bool = False
-    new_set: bool = False
 
 
 class Orders:
@@ -114,7 +113,6 @@ def main() -> int:
         options=setup.options,
         device=torch.device(device) if device else None,
         takeover=setup.takeover,
-        new_set=setup.new_set,
         world=world,
     ) as updater:
         while not updater.context.coordinator.lost:

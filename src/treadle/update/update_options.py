@@ -9,6 +9,7 @@ from treadle.update.protocol.update_messages import Close, Rollback
 from treadle.weights.buffer_sizes import Memory
 from treadle.weights.chosen_plan import Transfer
 
+Policy: TypeAlias = Literal["all"] | int
 CompareSources: TypeAlias = Literal["sample", "all", "off"]
 
 
@@ -62,7 +63,28 @@ class UpdateOptions:
     them, so that an error names the ranks, and the tensors among which the difference is.
     """
 
+    lease_s: float | None = None
+    """Seconds that a worker may serve without being heard; None for no end. The updater renews leases while it is open.
+
+    A worker whose lease is over serves nothing until it is heard again, so an update need not wait for it any longer.
+    """
+
+    policy: Policy = "all"
+    """How many replicas an update needs: `all`, or a number of them, which takes `lease_s`.
+
+    The others' leases run out before the update goes on; they are brought up to date when they are back.
+    """
+
     def __post_init__(self) -> None:
+        if self.lease_s is not None and not self.lease_s > 0:
+            raise ValueError(f"lease_s is above 0, or None for leases without end, got {self.lease_s}")
+        if self.policy != "all" and (isinstance(self.policy, bool) or not isinstance(self.policy, int)):
+            raise ValueError(f"policy is 'all' or a number of replicas, got {self.policy!r}")
+        if self.policy != "all" and (self.policy < 1 or self.lease_s is None):
+            raise ValueError(
+                f"policy={self.policy} leaves replicas out, which takes leases that end, and needs one at least; got "
+                f"lease_s={self.lease_s}; set lease_s, or policy='all'"
+            )
         if self.transfer not in ("auto", "broadcast", "targeted"):
             raise ValueError(f"transfer is auto, broadcast or targeted, got {self.transfer!r}")
         if self.rollback not in ("host", "disk", "none"):
@@ -78,3 +100,18 @@ class UpdateOptions:
     def phase_s(self) -> float:
         """Seconds that ranks may be apart in a phase: one may wait for requests to end while another does not."""
         return self.deadline_s + self.drain_s
+
+    @property
+    def lease_ns(self) -> int | None:
+        """The lease in nanoseconds."""
+        return round(self.lease_s * 1e9) if self.lease_s is not None else None
+
+    @property
+    def least(self) -> int | None:
+        """How many replicas an update needs; None for all."""
+        return self.policy if self.policy != "all" else None
+
+    @property
+    def meet_s(self) -> float:
+        """Seconds in which a worker answers when an attempt begins; a lease, where it may be left out."""
+        return min(self.deadline_s, self.lease_s) if self.least is not None and self.lease_s else self.deadline_s

@@ -35,6 +35,7 @@ from treadle.update.rank.broadcast import Broadcasts, Buckets
 from treadle.update.rank.context import RankContext, UpdateRequest
 from treadle.update.rank.coordinator_client import CoordinatorClient
 from treadle.update.rank.inbox import Inbox
+from treadle.update.rank.lease_keeper import LeaseKeeper
 from treadle.update.rank.measured_update import noted, trace_of
 from treadle.update.rank.plans import Plans
 from treadle.update.rank.rank_buffers import RankBuffers
@@ -58,10 +59,9 @@ class Updater:
         address: The address at which other hosts reach rank 0; by default the one from which it reaches torch's store.
         options: How updates are done, the same on all ranks.
         device: The device of the buffers; the CPU by default.
-        takeover: Take workers over that belong to another log, which is lost. A new log commits to the version that
-            they all serve, and they go on serving it.
-        new_set: The workers are a new set. Members of the log without a rank are closed where they can be reached.
-            The caller vouches that the others have ended: if they live they serve an old version.
+        takeover: Take the workers over that ranks speak for: they are the set. They may belong to another log, which is
+            lost; a new log commits to the version that they all serve, and they go on serving it. The caller vouches
+            that other members of the log have ended: if they live, they serve an old version.
         world: The update ranks; by default those of torch's process group. A trainer's group has no ranks for engines:
             then all meet in a `treadle.dist.rank_world.RankWorld` of their own.
         say: Called with a line for people before something costly happens.
@@ -80,7 +80,6 @@ class Updater:
         options: UpdateOptions | None = None,
         device: torch.device | None = None,
         takeover: bool = False,
-        new_set: bool = False,
         world: RankWorld | None = None,
         say: Callable[[str], None] = lambda text: None,
         progress: Callable[[int, int], None] = lambda done, total: None,
@@ -90,14 +89,14 @@ class Updater:
         world = world if world is not None else RankWorld.of_torch()
         self.rank, self.world = world.rank, world.size
         worker = self.rank if worker == "rank" else worker
-        self.takeover, self.new_set = takeover, new_set
+        self.takeover = takeover
         self.attempt: AttemptRun | None = None
         self._running = threading.Lock()
         self._trace_group: Buckets | None = None
         rendezvous, inbox = Rendezvous(directory, address, world), Inbox()
         with rendezvous.published():
             rendezvous.key = read_key(key) if key is not None else None
-            self.coordinator = self._host(rendezvous, ledger, options.phase_s)
+            self.coordinator = self._host(rendezvous, ledger, options)
             client = CoordinatorClient(rendezvous, self.rank, self.world, inbox, options)
         self.context = RankContext(
             self.rank,
@@ -114,22 +113,27 @@ class Updater:
             progress,
         )
         inbox.on_bad = self._break_off
+        if worker is not None and options.lease_s is not None:
+            keeper = LeaseKeeper(directory, worker, self.rank, options.lease_s, client.report_status)
+            self.context.keeper, client.granted = keeper, keeper.take
 
     @property
     def options(self) -> UpdateOptions:
-        """How the next attempt is done; assign the same on all ranks. The coordinator's deadline stays as it was."""
+        """How the next attempt is done; assign the same on all ranks. The coordinator's deadline and leases stay."""
         return self.context.options
 
     @options.setter
     def options(self, options: UpdateOptions) -> None:
         self.context.options = options
 
-    def _host(self, rendezvous: Rendezvous, ledger: Path, deadline_s: float) -> Coordinator | None:
+    def _host(self, rendezvous: Rendezvous, ledger: Path, options: UpdateOptions) -> Coordinator | None:
         """On rank 0, start the coordinator."""
         if self.rank != 0:
             return None
         made: Coordinator = rendezvous.host(
-            lambda listener: Coordinator(listener, CommitLog(ledger), self.world, deadline_s)
+            lambda listener: Coordinator(
+                listener, CommitLog(ledger), self.world, options.phase_s, options.lease_ns, options.least
+            )
         )
         return made
 
@@ -163,7 +167,7 @@ class Updater:
         """
         number, before = _version("version", version), _version("base", base) if base is not None else None
         names = _names(changed) if changed is not None else None
-        return self._run(UpdateRequest("update", number, source, names, before, self.takeover, self.new_set))
+        return self._run(UpdateRequest("update", number, source, names, before, self.takeover))
 
     def recover(self, source: WeightSource | None = None, version: int = 0) -> Updated:
         """Bring the committed version to workers that do not serve it, from peers, which go on serving.
@@ -177,7 +181,7 @@ class Updater:
                 f"recover() takes the version from workers that serve it, recover(source, version=7) from a source "
                 f"that has it; got {given}"
             )
-        return self._run(UpdateRequest("recover", number, source, takeover=self.takeover, new_set=self.new_set))
+        return self._run(UpdateRequest("recover", number, source, takeover=self.takeover))
 
     def _run(self, request: UpdateRequest) -> Updated:
         if not self._running.acquire(blocking=False):
@@ -236,12 +240,14 @@ class Updater:
     def _worker_lost(self, name: str, text: str) -> None:
         """Report a lost worker at once, from the thread that reads from it: the updating thread may wait elsewhere."""
         attempt = self.attempt
-        if attempt is not None and attempt.epoch:
+        if attempt is not None and attempt.epoch and attempt.state.speaks:
             fault = failure(attempt.epoch, name, attempt.phase, f"lost: {text}", attempt.bucket).fault
             self.context.coordinator.report(fault)
 
     def close(self) -> None:
         """Disconnect from the worker, which goes on serving, and from the other ranks. May be called again."""
+        if self.context.keeper is not None:
+            self.context.keeper.close()
         if self.context.own_worker is not None:
             self.context.own_worker.drop()
         self.context.coordinator.close()

@@ -37,11 +37,15 @@ from typing import TypeAlias
 from tests.support.update.world import (
     CHILDREN,
     CRASHES,
+    CUTS,
+    DOUBLES,
     MISTAKES,
     RECOVERIES,
     REPLACEMENTS,
+    REPORTS,
     RESTORES,
     RULES,
+    TICKS,
     UPDATES,
     Crashed,
     Link,
@@ -50,6 +54,7 @@ from tests.support.update.world import (
     Run,
     Sizes,
     World,
+    carry_out,
     do,
     engine,
     enter,
@@ -57,22 +62,28 @@ from tests.support.update.world import (
     find,
     first_logs,
     handle,
+    hear_report,
     kill,
     leave,
     named_weights,
+    record_of,
     replace,
     restored,
+    serves,
     spend,
     start,
     started,
+    status_of,
+    take_grant,
     taken,
     with_item,
     with_process,
     with_rank,
     with_run,
 )
-from treadle.update.protocol import rank, worker_decisions
+from treadle.update.protocol import coordinator_decisions, rank, worker_decisions
 from treadle.update.protocol.control import Kind, Stop
+from treadle.update.protocol.leases import MARGIN, is_past
 from treadle.update.protocol.worker_decisions import WorkerState
 
 # ---- what may happen -------------------------------------------------------------------------------------------------
@@ -87,6 +98,8 @@ def events(world: World, sizes: Sizes) -> Iterator[Event]:
     for process in world.processes:
         yield from _process_events(world, process, sizes)
     yield from _starts(world, sizes)
+    if sizes.leases:
+        yield from _lease_events(world, sizes)
 
 
 def _run_events(world: World, number: int, run: Run, sizes: Sizes) -> Iterator[Event]:
@@ -102,6 +115,8 @@ def _run_events(world: World, number: int, run: Run, sizes: Sizes) -> Iterator[E
         link = number, r
         if me.waits == "enter":
             yield f"rank {r} of run {number} enters", enter(world, link, sizes)
+            if world.left[CUTS] and r >= sizes.sources:
+                yield f"rank {r} of run {number}, cut off, enters", enter(spend(world, CUTS), link, sizes, cut=True)
         if me.waits == "coordinator" and run.down[r]:
             said = type(run.down[r][0]).__name__ if run.down[r][0] != "end" else "that the coordinator is gone"
             yield f"rank {r} of run {number} hears {said}", _hears(world, link, sizes)
@@ -125,6 +140,29 @@ def _run_events(world: World, number: int, run: Run, sizes: Sizes) -> Iterator[E
                     f"{who} is killed{said}",
                     kill(spend(world, CRASHES), link, keep=keep),
                 )
+
+
+def _lease_events(world: World, sizes: Sizes) -> Iterator[Event]:
+    """Time passes; workers are reported and granted leases, early, late or never."""
+    ends = [end for run in world.runs if run.core is not None for end in run.core.leases.out.values()]
+    ends += [-(-p.until * (MARGIN + 1) // MARGIN) for p in world.processes if p.until is not None]
+    later = [end for end in ends if end is not None and end > world.now]
+    if world.left[TICKS] and later:
+        yield f"it is {min(later)} by the true clock", replace(spend(world, TICKS), now=min(later))
+    for number, run in enumerate(world.runs):
+        if run.core is not None and run.core.waits_ns and is_past(run.core.waits_ns, world.now):
+            step = coordinator_decisions.ticked(run.core, record_of(world, number), world.now)
+            yield f"run {number} has waited for leases", carry_out(world, number, step, "")
+        for r in range(sizes.sources, run.world) if world.left[REPORTS] and run.core is not None else ():
+            there = next((p for p in world.processes if p.slot == r - sizes.sources and p.at_path), None)
+            if run.ranks[r] is not None and there is not None:
+                seen = (number, r), status_of(there, sizes, world, stamped=True)
+                asked = replace(spend(world, REPORTS), reports=(*world.reports, seen))
+                yield f"{there.name} reports to rank {r} of run {number}", asked
+    for number, (link, status) in enumerate(world.reports):
+        yield f"run {link[0]} hears that worker {status.worker} is {status.state}", hear_report(world, number)
+    for number, (name, _) in enumerate(world.grants):
+        yield f"{name} takes a grant", take_grant(world, number)
 
 
 def _ask(world: World, number: int, kind: Kind) -> World:
@@ -248,17 +286,22 @@ def _starts(world: World, sizes: Sizes) -> Iterator[Event]:
             yield f"worker {slot} is started again", _born(world, slot, sizes)
     live = [run for run in world.runs if not run.is_over]
     if not live:
-        yield "the ranks are started again", started(world, 0, sizes.ranks)
+        yield "the ranks are started again", started(world, 0, sizes.ranks, sizes)
+    if world.left[DOUBLES] and live:
+        yield "other ranks are started, too", started(spend(world, DOUBLES), 0, sizes.ranks, sizes)
     quiet = all(r is None or r.waits == "idle" for run in live for r in run.ranks)
     if world.left[RESTORES] and quiet and world.logs[0] != first_logs(sizes)[0]:
         again = restored(_stopped(spend(world, RESTORES)), sizes)
-        yield "the log is put back from a backup, and the ranks are started again", started(again, 0, sizes.ranks)
+        yield (
+            "the log is put back from a backup, and the ranks are started again",
+            started(again, 0, sizes.ranks, sizes),
+        )
     if not world.left[MISTAKES]:
         return
     if quiet and sizes.ranks > 1:
-        yield "one rank too few is started", started(_stopped(spend(world, MISTAKES)), 0, sizes.ranks - 1)
+        yield "one rank too few is started", started(_stopped(spend(world, MISTAKES)), 0, sizes.ranks - 1, sizes)
     if all(run.log == 0 for run in live):
-        yield "ranks are started with another log", started(spend(world, MISTAKES), 1, sizes.ranks)
+        yield "ranks are started with another log", started(spend(world, MISTAKES), 1, sizes.ranks, sizes)
 
 
 def _stopped(world: World) -> World:
@@ -274,6 +317,7 @@ def _stopped(world: World) -> World:
 def _swept(world: World) -> World:
     """Drop runs that have ended: worlds with the same future then have the same key."""
     heard_of = {link[0] for p in world.processes for link in (p.master, *(q[0] for q in p.queue)) if link is not None}
+    heard_of |= {link[0] for link, _ in world.reports}
     kept = [n for n, run in enumerate(world.runs) if n in heard_of or any(run.ranks)]
     if len(kept) == len(world.runs):
         return world
@@ -286,7 +330,8 @@ def _swept(world: World) -> World:
         )
         for p in world.processes
     )
-    return replace(world, processes=processes, runs=tuple(world.runs[n] for n in kept))
+    reports = tuple(((number[link[0]], link[1]), status) for link, status in world.reports)
+    return replace(world, processes=processes, reports=reports, runs=tuple(world.runs[n] for n in kept))
 
 
 # ---- exploring -------------------------------------------------------------------------------------------------------
@@ -297,7 +342,7 @@ def violation(world: World) -> str:
     if world.wrong:
         return world.wrong
     for p in world.processes:
-        if not p.open:
+        if not serves(p, world.now):
             continue
         if not isinstance(p.weights, tuple):
             return f"whole: {p.name} serves weights that are {named_weights(p.weights)}"
@@ -371,6 +416,12 @@ def main() -> None:
     parser.add_argument("--restores", type=int, default=0, help="backups of the log that are put back")
     parser.add_argument("--children", type=int, default=0, help="workers that end while a child holds their sockets")
     parser.add_argument("--sources", type=int, default=0, help="ranks, of all, that have no worker")
+    parser.add_argument("--leases", action="store_true", help="leases end")
+    parser.add_argument("--least", type=int, help="replicas that are enough; the others' leases run out")
+    parser.add_argument("--ticks", type=int, default=0, help="how often time passes")
+    parser.add_argument("--reports", type=int, default=0, help="reports of workers beside attempts")
+    parser.add_argument("--cuts", type=int, default=0, help="ranks that do not reach their worker, which lives")
+    parser.add_argument("--doubles", type=int, default=0, help="coordinators that are started beside another one")
     parser.add_argument("--without", action="append", default=[], choices=sorted(RULES), help="a rule to leave out")
     args = vars(parser.parse_args())
     sizes = Sizes(rules=RULES - set(args.pop("without")), **args)

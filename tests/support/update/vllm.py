@@ -220,7 +220,7 @@ def update_from_parts(rank: int, places: tuple[Path, Path], checkpoints: list[Pa
     with ExitStack() as stack:
         worker, options = 0 if rank == 0 else None, UpdateOptions(SMALL)
         updater = stack.enter_context(
-            Updater(places[0], ledger=places[1], worker=worker, options=options, new_set=True)
+            Updater(places[0], ledger=places[1], worker=worker, options=options, takeover=True)
         )
         return updater.update(Source.of(part), version).version
 

@@ -6,19 +6,24 @@ Decisions are those of `treadle.update.protocol`; here is what carries them out 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from dataclasses import replace as changed
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from treadle.update.protocol import coordinator_decisions, rank, worker_decisions
 from treadle.update.protocol.attempt import Attempt
-from treadle.update.protocol.control import Enter, Fault, Kind, Stop
+from treadle.update.protocol.control import Enter, Fault, Kind, Report, Stop
 from treadle.update.protocol.coordinator_decisions import CoordinatorState, Decide, Open, Tell
+from treadle.update.protocol.leases import MARGIN, Lease, extends, is_past, leased, leases_of
 from treadle.update.protocol.rank import AskWorker, AttemptDone, RankState, TellCoordinator
-from treadle.update.protocol.record import Member, Record, committed
-from treadle.update.protocol.update_messages import Abort, Begin, Commit, Finish, Load, Settle, Status
+from treadle.update.protocol.record import Member, Record, committed, led
+from treadle.update.protocol.update_messages import Begin, Finish, Grant, Load, Status
 from treadle.update.protocol.worker_decisions import Content, WorkerState
 from treadle.update.update_options import UpdateOptions
 
 OPTIONS = UpdateOptions()
+LEASED = UpdateOptions(lease_s=1.0)
+LEASE_NS = 100
+LED = Fault(0, "the coordinator", "finish", -1, "another one has the log")
 LAYOUT = "has", "wants"
 RULES = frozenset({"log ids", "members", "slots"})
 
@@ -36,6 +41,10 @@ class Sizes:
     `sources` of the ranks, the first ones, have no worker; the others speak for workers 0, 1, ...
 
     `restores`: the log is put back as it was at first. `children`: workers that end while a child holds their sockets.
+
+    `leases`: they end, and `least` replicas are enough. `ticks` is how often time passes, `reports` how often a worker
+    is reported beside attempts. `cuts`: a rank does not reach its worker, which lives. `doubles`: other ranks are
+    started while the first live, as the log's lock is lost.
     """
 
     ranks: int = 2
@@ -48,7 +57,17 @@ class Sizes:
     restores: int = 0
     children: int = 0
     sources: int = 0
+    leases: bool = False
+    least: int | None = None
+    ticks: int = 0
+    reports: int = 0
+    cuts: int = 0
+    doubles: int = 0
     rules: frozenset[str] = RULES
+
+    @property
+    def lease_ns(self) -> int | None:
+        return LEASE_NS if self.leases else None
 
 
 class Process(NamedTuple):
@@ -63,6 +82,9 @@ class Process(NamedTuple):
     at_path: bool = True
     master: Link | None = None
     queue: tuple[tuple[Link, Any], ...] = ()
+    lease: Lease = Lease()
+    until: int | None = None
+    """Until when its gate is open, by its own clock."""
 
     @property
     def name(self) -> str:
@@ -90,6 +112,8 @@ class Run(NamedTuple):
     ranks: tuple[Rank | None, ...]
     down: tuple[tuple[Any, ...], ...]
     asked: tuple[Kind, int] = ("recover", 0)
+    record: Record | None = None
+    """What the coordinator takes for the log's content, where leases end."""
 
     @property
     def is_over(self) -> bool:
@@ -114,15 +138,19 @@ class World(NamedTuple):
     decided: tuple[int, ...] = (1, 1)
     true: frozenset[tuple[int, int, int]] = frozenset({(0, 1, 1), (1, 1, 1)})
     wrong: str = ""
+    now: int = 0
+    reports: tuple[tuple[Link, Status], ...] = ()
+    grants: tuple[tuple[str, Grant], ...] = ()
+    """On their way: a grant may be late, or lost."""
 
     def key(self) -> Any:
         """A key that worlds with the same future share."""
-        runs = tuple((r.log, r.world, _core_key(r.core), r.ranks, r.down, r.asked) for r in self.runs)
+        runs = tuple((r.log, r.world, _core_key(r.core), r.ranks, r.down, r.asked, r.record) for r in self.runs)
         rest = self.counters, self.on, self.version, self.left, self.members, self.decided, self.true
-        return self.logs, self.processes, runs, rest
+        return self.logs, self.processes, runs, rest, self.now, self.reports, self.grants
 
 
-UPDATES, CRASHES, REPLACEMENTS, MISTAKES, RECOVERIES, RESTORES, CHILDREN = range(7)
+UPDATES, CRASHES, REPLACEMENTS, MISTAKES, RECOVERIES, RESTORES, CHILDREN, TICKS, REPORTS, CUTS, DOUBLES = range(11)
 
 
 def _core_key(core: CoordinatorState | None) -> Any:
@@ -130,7 +158,8 @@ def _core_key(core: CoordinatorState | None) -> Any:
         return None
     a = core.attempt
     said = tuple(tuple(sorted(d.items())) for d in (a.entered, a.settled, a.agreed))
-    return a.epoch, a.phase, a.committed, a.left, said, tuple(sorted(core.lost))
+    out = tuple(sorted(core.leases.out.items(), key=str)) if core.leases.lease_ns is not None else ()
+    return a.epoch, a.phase, a.committed, said, tuple(sorted(core.lost)), out, core.last if out else 0
 
 
 def start(sizes: Sizes) -> World:
@@ -144,15 +173,18 @@ def start(sizes: Sizes) -> World:
             WorkerState(slot, "serving", Content(ids[0], 1, 1), ids[0], epoch=1, attempt=ids[0]),
             weights=(0, 1, 1),
             open=True,
+            lease=Lease(Content(ids[0], 1, 1), sizes.lease_ns, ids[0]),
+            until=sizes.lease_ns,
         )
         for slot in range(sizes.workers)
     )
     logs = first_logs(sizes)
     on = frozenset(range(sizes.workers)), frozenset[int]()
     troubles = sizes.crashes, sizes.replacements, sizes.mistakes
-    left = sizes.updates, *troubles, sizes.recoveries, sizes.restores, sizes.children
+    beside = sizes.ticks, sizes.reports, sizes.cuts, sizes.doubles
+    left = sizes.updates, *troubles, sizes.recoveries, sizes.restores, sizes.children, *beside
     world = World(logs, (1, 1), on, processes, (), 1, left, ((), ()))
-    return started(world, 0, sizes.ranks)
+    return started(world, 0, sizes.ranks, sizes)
 
 
 def first_logs(sizes: Sizes) -> tuple[Record, Record]:
@@ -161,7 +193,8 @@ def first_logs(sizes: Sizes) -> tuple[Record, Record]:
     ids = ("A", "B") if "log ids" in rules else ("", "")
     slots = [f"s{slot}" if "slots" in rules else "" for slot in range(sizes.workers)]
     members = tuple(Member(slot, name, f"w{slot}", 1, "") for slot, name in enumerate(slots))
-    return Record(1, (1,), ids[0], members if "members" in rules else ()), Record(1, (1,), ids[1])
+    kept = members if "members" in rules else ()
+    return Record(1, (1,), ids[0], kept, lease_ns=sizes.lease_ns), Record(1, (1,), ids[1], lease_ns=sizes.lease_ns)
 
 
 def restored(world: World, sizes: Sizes) -> World:
@@ -171,15 +204,20 @@ def restored(world: World, sizes: Sizes) -> World:
     return replace(world, logs=logs, counters=counters, version=1)
 
 
-def started(world: World, log: int, num: int) -> World:
+def started(world: World, log: int, num: int, sizes: Sizes) -> World:
     for number, run in enumerate(world.runs):
         for r, me in enumerate(run.ranks):
             if run.is_over and me is not None and me.waits in ("idle", "enter", "done"):
                 world = kill(world, (number, r), keep=True)
     known = dict.fromkeys(range(num), LAYOUT)
-    core = CoordinatorState(num, Attempt(num), known=known)
-    run = Run(log, num, core, (Rank(),) * num, ((),) * num)
-    return replace(world, runs=(*world.runs, run))
+    if not sizes.leases:
+        core = CoordinatorState(num, Attempt(num), known=known)
+        return replace(world, runs=(*world.runs, Run(log, num, core, (Rank(),) * num, ((),) * num)))
+    leases = leases_of(world.logs[log], LEASE_NS, sizes.least, world.now)
+    core = CoordinatorState(num, Attempt(num), known=known, leases=leases, last=world.counters[log])
+    record = led(world.logs[log], LEASE_NS)
+    run = Run(log, num, core, (Rank(),) * num, ((),) * num, record=record)
+    return replace(world, runs=(*world.runs, run), logs=with_item(world.logs, log, record))
 
 
 # ---- changing a part -------------------------------------------------------------------------------------------------
@@ -247,7 +285,20 @@ def _hear(world: World, link: Link, message: Any, crash: str = "") -> World:
     run = world.runs[number]
     if run.core is None:
         return world
-    return carry_out(world, number, coordinator_decisions.hear(run.core, r, message, world.logs[run.log]), crash)
+    step = coordinator_decisions.hear(run.core, r, message, record_of(world, number), world.now)
+    return carry_out(world, number, step, crash)
+
+
+def record_of(world: World, number: int) -> Record:
+    """The log's content as a run's coordinator knows it."""
+    run = world.runs[number]
+    return run.record if run.record is not None else world.logs[run.log]
+
+
+def is_led_by_another(world: World, number: int) -> bool:
+    """Whether a coordinator of a later term has written the log: then this one writes nothing."""
+    run = world.runs[number]
+    return run.record is not None and world.logs[run.log].term > run.record.term
 
 
 def carry_out(world: World, number: int, step: coordinator_decisions.Step, crash: str) -> World:
@@ -267,16 +318,24 @@ def carry_out(world: World, number: int, step: coordinator_decisions.Step, crash
             world = replace(
                 world,
                 counters=with_item(world.counters, log, epoch),
-                logs=with_item(world.logs, log, action.record),
                 members=with_item(world.members, log, action.members if world.logs[log].members else ()),
             )
-            world = carry_out(world, number, coordinator_decisions.opened(run.core, epoch, world.logs[log]), crash)
+            if run.record is None or action.record != run.record:
+                if is_led_by_another(world, number):
+                    return carry_out(world, number, coordinator_decisions.stop(run.core, LED), crash)
+                world = replace(world, logs=with_item(world.logs, log, action.record))
+            if run.record is not None:
+                world = with_run(world, number, record=action.record)
+            step = coordinator_decisions.opened(run.core, epoch, record_of(world, number))
+            world = carry_out(world, number, step, crash)
         else:
             assert isinstance(action, Decide)
             if crash == "before":
                 raise Crashed(world)
+            if is_led_by_another(world, number):
+                return carry_out(world, number, coordinator_decisions.stop(run.core, LED), crash)
             version, epoch = action.version, run.core.attempt.epoch
-            record = committed(world.logs[log], version, epoch, world.members[log])
+            record = committed(record_of(world, number), version, epoch, world.members[log], core.leases.lease_ns)
             if run.asked[0] == "recover" or version > world.decided[log]:
                 world = replace(world, true=world.true | {(log, version, epoch)})
             world = replace(
@@ -285,6 +344,8 @@ def carry_out(world: World, number: int, step: coordinator_decisions.Step, crash
                 logs=with_item(world.logs, log, record),
                 on=with_item(world.on, log, frozenset(run.core.attempt.workers) | world.on[log]),
             )
+            if run.record is not None:
+                world = with_run(world, number, record=record)
             if crash == "after":
                 raise Crashed(world)
             world = carry_out(world, number, coordinator_decisions.decided(run.core), crash)
@@ -301,8 +362,8 @@ def _bare(message: Any) -> Any:
 # ---- update ranks ----------------------------------------------------------------------------------------------------
 
 
-def enter(world: World, link: Link, sizes: Sizes) -> World:
-    """A rank meets the worker that is at its path, unless it is connected, and enters."""
+def enter(world: World, link: Link, sizes: Sizes, *, cut: bool = False) -> World:
+    """A rank meets the worker that is at its path, unless it is connected, and enters; if it is `cut` off, without."""
     number, r = link
     run = world.runs[number]
     me = run.ranks[r]
@@ -318,8 +379,11 @@ def enter(world: World, link: Link, sizes: Sizes) -> World:
     kept = find(world, me.link)
     if kept is not None and kept.master == link and ("slots" not in sizes.rules or there is None):
         there = kept  # it looks at the path only since slots were
-    state = RankState(r, OPTIONS, version=run.asked[1])
+    state = RankState(r, LEASED if sizes.leases else OPTIONS, version=run.asked[1])
     world = with_run(world, number, down=with_item(run.down, r, ()))
+    if cut or (there is None and sizes.least is not None):
+        world = with_rank(send(world, link, "end"), link, Rank(changed(state, speaks=False), "coordinator"))
+        return _hear(world, link, Enter(r, worker, *run.asked, None, None, *LAYOUT, None, False, 1, away="cut"))
     if there is None:
         world = with_rank(world, link, Rank(state, "coordinator"))
         fault = Fault(0, "worker", "enter", -1, "")
@@ -330,17 +394,28 @@ def enter(world: World, link: Link, sizes: Sizes) -> World:
         assert there is not None
     there = replace(there, master=link, queue=())  # of an earlier connection nothing is read any more
     world = with_rank(with_process(world, there), link, Rank(state, "coordinator", there.incarnation, found))
-    entered = Enter(r, worker, *run.asked, None, None, *LAYOUT, _status(there, sizes), True, 1)
+    entered = Enter(r, worker, *run.asked, None, None, *LAYOUT, status_of(there, sizes, world), True, 1)
     return _hear(world, link, entered)
 
 
-def _status(p: Process, sizes: Sizes) -> Status:
+def own_time(now: int) -> int:
+    """The time by a worker's clock, which is as slow as the margin allows."""
+    return now * MARGIN // (MARGIN + 1)
+
+
+def serves(p: Process, now: int) -> bool:
+    """Whether its gate lets requests in, and answers out."""
+    return p.open and not is_past(p.until, own_time(now))
+
+
+def status_of(p: Process, sizes: Sizes, world: World, *, stamped: bool = False) -> Status:
     s, held = p.state, p.state.held
+    lapsed = s.state == "serving" and not serves(p, world.now)
     slots = "slots" in sizes.rules
     return Status(
         p.slot,
         1,
-        s.state,
+        "lapsed" if lapsed else s.state,
         s.version,
         s.epoch,
         0,
@@ -350,6 +425,9 @@ def _status(p: Process, sizes: Sizes) -> Status:
         holds_slot=s.holds_slot,
         incarnation=p.incarnation if slots else "",
         slot=f"s{p.slot}" if slots else "",
+        staged=s.epoch if s.state == "staged" else 0,
+        stamp_ns=own_time(world.now) if stamped else 0,
+        term=p.lease.term if p.lease.log == s.bound else 0,
     )
 
 
@@ -429,7 +507,7 @@ def do(world: World, link: Link, step: rank.Step, sizes: Sizes, crash: str = "")
         if action.what == "load" and state.loads:
             world = with_rank(world, link, replace(me, state=state, waits="worker"))
             return _asked(world, link, Load(state.epoch, 0, 0))
-        state, action = rank.worked(state, {"plan": "p", "dismiss": ()}.get(action.what))
+        state, action = rank.worked(state, "p" if action.what == "plan" else None)
 
 
 def _asked(world: World, link: Link, message: Any) -> World:
@@ -445,7 +523,8 @@ def _done(world: World, number: int) -> World:
         return world
     record = world.logs[run.log]
     wrong = ""
-    for me in run.ranks:
+    alone = sum(not other.is_over and other.log == run.log for other in world.runs) == 1
+    for me in run.ranks if alone else ():
         there = find(world, me.found) if me is not None else None
         if there is None or not there.at_path:
             continue  # it has ended since, or another has come
@@ -471,6 +550,7 @@ def handle(world: World, process: Process, sizes: Sizes, crash: str = "") -> Wor
     process = replace(process, queue=tuple(rest))
     try:
         moves, state = _decide(process, message)
+        process = _with_lease(process, state, message)
     except worker_decisions.MessageRefusedError:
         return _answer(with_process(world, process), link, message, None, sizes, crash)
     for move in moves:
@@ -481,20 +561,57 @@ def handle(world: World, process: Process, sizes: Sizes, crash: str = "") -> Wor
     return _answer(with_process(world, process), link, message, process, sizes, crash)
 
 
+def _with_lease(process: Process, state: WorkerState, message: Any) -> Process:
+    """The lease that comes with a grant. Raises MessageRefusedError for that of an old coordinator."""
+    if not isinstance(message, Grant):
+        return process
+    held = state.held if state.state == "serving" else None
+    lease = leased(process.lease, held, message)
+    return replace(process, lease=lease, until=lease.until(held) if held is not None else process.until)
+
+
+def hear_report(world: World, number: int) -> World:
+    """The coordinator hears a report; what it grants is on its way then."""
+    (link, status), rest = world.reports[number], world.reports[:number] + world.reports[number + 1 :]
+    world = replace(world, reports=rest)
+    run = world.runs[link[0]]
+    if run.core is None or run.ranks[link[1]] is None or is_led_by_another(world, link[0]):
+        return world
+    message = Report(link[1], status)
+    core, actions = coordinator_decisions.hear(run.core, link[1], message, record_of(world, link[0]), world.now)
+    world = with_run(world, link[0], core=core)
+    told = tuple((status.incarnation, action.message) for action in actions if isinstance(action, Tell))
+    return replace(world, grants=(*world.grants, *told))
+
+
+def take_grant(world: World, number: int) -> World:
+    """A worker takes a grant beside its attempts."""
+    (incarnation, grant), rest = world.grants[number], world.grants[:number] + world.grants[number + 1 :]
+    world, process = replace(world, grants=rest), find(world, incarnation)
+    if process is None:
+        return world
+    try:
+        if extends(process.state, grant):
+            return with_process(world, _with_lease(process, process.state, grant))
+        moves, state = _decide(process, grant)
+        process = _with_lease(process, state, grant)
+    except worker_decisions.MessageRefusedError:
+        return world
+    for move in moves:
+        process = engine(process, move.act, None, grant, world)
+    return with_process(world, replace(process, state=state))
+
+
 def _decide(process: Process, message: Any) -> worker_decisions.Moves:
     state, can_restore = process.state, process.before is not None
-    if isinstance(message, Settle):
-        return worker_decisions.settle(state, message, can_restore=can_restore)
+    if isinstance(message, Grant):
+        return worker_decisions.grant(state, message, can_restore=can_restore)
     if isinstance(message, Begin):
         return worker_decisions.begin(state, message)
     if isinstance(message, Load):
         return worker_decisions.load(state, message.epoch)
     if isinstance(message, Finish):
         return worker_decisions.finish(state, message)
-    if isinstance(message, Commit):
-        return worker_decisions.commit(state, message)
-    if isinstance(message, Abort):
-        return worker_decisions.abort(state, message, can_restore=can_restore)
     return worker_decisions.release(state, can_restore=can_restore)
 
 
@@ -516,11 +633,11 @@ def engine(p: Process, act: worker_decisions.Act, link: Link | None, message: An
 
 def _answer(world: World, link: Link, asked: Any, done: Process | None, sizes: Sizes, crash: str) -> World:
     me = world.runs[link[0]].ranks[link[1]] if link[0] < len(world.runs) else None
-    if me is None or me.waits != "worker" or me.state is None or isinstance(asked, Abort) or asked == "end":
+    if me is None or me.waits != "worker" or me.state is None or asked == "end":
         return world
-    if getattr(asked, "epoch", 0) != me.state.epoch or (isinstance(asked, Commit) and me.state.phase != "open"):
+    if getattr(asked, "epoch", 0) != me.state.epoch:
         return world
     if done is None:
         return fail(world, link)
-    step = rank.worked(me.state) if isinstance(asked, Load) else rank.answered(me.state, _status(done, sizes))
+    step = rank.worked(me.state) if isinstance(asked, Load) else rank.answered(me.state, status_of(done, sizes, world))
     return do(world, link, step, sizes, crash)

@@ -110,11 +110,11 @@ class UpdateScope:
     ] = False
     takeover: Annotated[
         bool,
-        typer.Option("--takeover", help="The workers' own log is lost: take them over, with the version they serve."),
-    ] = False
-    new_set: Annotated[
-        bool,
-        typer.Option("--new-set", help="The workers are a new set; members of the log that are absent have ended."),
+        typer.Option(
+            "--takeover",
+            help="These workers are the set, with the version they serve: their own log is lost, or other members of "
+            "the log have ended.",
+        ),
     ] = False
 
 
@@ -276,7 +276,7 @@ def _run(
 
     from treadle.update import Updater
 
-    vouched: dict[str, Any] = {"takeover": scope.takeover, "new_set": scope.new_set}
+    vouched: dict[str, Any] = {"takeover": scope.takeover}
     shown: dict[str, Any] = {"say": say, "progress": progress}
     with Updater(
         where.target, ledger=where.log, key=where.key, options=options, device=device, **vouched, **shown

@@ -59,7 +59,6 @@ class TreadleCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         key: Where processes are on several hosts: a file that only its owner can read, the same on all.
         address: Where other hosts reach actor 0; needed with a key.
         deadline_s: Seconds of each wait.
-        takeover: The rollouts' own log is lost; begin with this one.
 
     """
 
@@ -76,11 +75,10 @@ class TreadleCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         key: str | None = None,
         address: str = _SINGLE_HOST,
         deadline_s: float = 300.0,
-        takeover: bool = False,
     ) -> None:
         if key is not None and address == _SINGLE_HOST and is_master:
             raise ValueError("with a key for several hosts, actor 0 needs the address at which they reach it: address=")
-        self.is_master, self.address, self.takeover = is_master, address, takeover
+        self.is_master, self.address = is_master, address
         self.directory, self.ledger = Path(directory), Path(ledger)
         self.key = Path(key) if key is not None else None
         self.forms = {tensor.name: tensor for tensor in described(Path(checkpoint))}
@@ -145,8 +143,7 @@ class TreadleCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             key=self.key,
             address=self.address if self.is_master and self.key is not None else None,
             options=self.options,
-            takeover=self.takeover,
-            new_set=True,  # verl's manager says which replicas there are
+            takeover=True,  # verl's manager says which rollouts there are
             world=world,
         )
         self._orders = Orders(world)

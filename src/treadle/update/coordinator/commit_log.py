@@ -1,7 +1,8 @@
 """The commit log on disk: the committed version, its attempts and its workers; and the last attempt's number.
 
 A decision is written to a new file, synced, renamed over the old one, and the directory is synced: after a crash there
-is the old decision or the new one. One coordinator at a time holds the log. On disk and in options it is the *ledger*.
+is the old decision or the new one. One coordinator at a time holds the log, by a lock; where the lock is lost (shared
+storage), the later one has the higher term, and the earlier one can write no more. On disk it is the *ledger*.
 A digest in the file shows that its bytes are those that were written.
 """
 
@@ -14,14 +15,14 @@ import os
 import secrets
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, ClassVar
 
 import msgspec
 
 from treadle.host.sockets import own_directory
-from treadle.update.protocol.record import MOST, Member, Record, committed
+from treadle.update.protocol.record import MOST, Member, Record, committed, led
 
 
 class _Stored(Record, frozen=True, forbid_unknown_fields=True):
@@ -52,21 +53,30 @@ class CommitLog:
         self.record = _read(self._path)
         self.members: tuple[Member, ...] = self.record.members
         """The workers of the attempt under way."""
-        self._named = bool(self.record.id)
-        if not self._named:
+        if not self.record.id:
             self.record = msgspec.structs.replace(self.record, id=secrets.token_hex(16))
+        self._is_written = False
+        self._mark: tuple[int, int] | None = None
+        self.lease_ns: int | None = None
         self._counter = directory / "attempts"
         counted = self._counter.read_bytes() if self._counter.exists() else b""
         known = counted.isdigit() and len(counted) < len(str(MOST))  # a torn file; workers know the last number
         self.attempt = max(int(counted) if known else 0, *self.record.epochs, 0)
 
+    def lead(self, lease_ns: int | None) -> None:
+        """Begin a coordinator's term, in which leases have this length. On disk before one is granted, or counted."""
+        self.lease_ns, self.record = lease_ns, led(self.record, lease_ns)
+        if lease_ns is not None:
+            self._write(self.record)
+
     def begin(self, least: int, record: Record | None = None, members: tuple[Member, ...] = ()) -> int:
         """Number a new attempt: above all before, and above `least`. `record` replaces the log's, if given.
 
-        The log's id is on disk when this returns: workers will be told it.
+        The log's id and term are on disk when this returns: workers will be told them.
         """
-        if not self._named or (record is not None and record != self.record):
-            self._write(record if record is not None else self.record)
+        record = record if record is not None else self.record
+        if not self._is_written or record != self.record:
+            self._write(record)
         self.members = members
         self.attempt = max(self.attempt, least) + 1
         with _naming(self._counter):  # not synced: workers know the number of every attempt that reached them
@@ -75,9 +85,31 @@ class CommitLog:
 
     def commit(self, version: int, epoch: int) -> None:
         """Write the decision. It is on disk when this returns."""
-        self._write(committed(self.record, version, epoch, self.members))
+        self._write(committed(self.record, version, epoch, self.members, self.lease_ns))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a coordinator of a later term has written the log: this one must not grant, and cannot write."""
+        mark = _mark_of(self._path)
+        if mark != self._mark and self._later_term() == 0:
+            self._mark = mark
+        return mark != self._mark
+
+    def _later_term(self) -> int:
+        """Return the term on disk, if it is above this one's; else 0."""
+        with suppress(ValueError):  # what is torn is written anew
+            there = _read(self._path)
+            if there.id in ("", self.record.id) and there.term > self.record.term:
+                return there.term
+        return 0
 
     def _write(self, record: Record) -> None:
+        later = self._later_term()
+        if later:
+            raise BlockingIOError(
+                f"the ledger in {self.directory} is led by another coordinator, of term {later}, this one is of term "
+                f"{self.record.term}; end it, or use another directory"
+            )
         part = self._path.with_suffix(".part")
         with _naming(part), part.open("wb") as file:
             file.write(msgspec.json.encode(_Stored(**msgspec.structs.asdict(record), digest=_digest(record))))
@@ -85,7 +117,7 @@ class CommitLog:
             os.fsync(file.fileno())
         part.rename(self._path)
         _sync(self.directory)
-        self.record, self._named = record, True
+        self.record, self._is_written, self._mark = record, True, _mark_of(self._path)
 
     def close(self) -> None:
         """Release the log; may be called again."""
@@ -144,6 +176,15 @@ def _naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, told, str(path)) from error
 
 
+def _mark_of(path: Path) -> tuple[int, int] | None:
+    """Return what differs between a file and the next one of its name; None where there is none."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
 def _sync(directory: Path) -> None:
     """Sync a directory: the names in it survive a crash then."""
     opened = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -173,7 +214,16 @@ def _read(path: Path) -> Record:
 
 
 def _digest(record: Record) -> str:
-    return hashlib.blake2b(msgspec.json.encode(record), digest_size=16).hexdigest()
+    """Return a digest of a record without fields that files written before them do not have."""
+    fields = msgspec.to_builtins(record)
+    for later in [fields, *fields["members"]]:
+        for name, default in _LATER.items():
+            if name in later and later[name] == default:
+                del later[name]
+    return hashlib.blake2b(msgspec.json.encode(fields), digest_size=16).hexdigest()
+
+
+_LATER = {"term": 0, "lease_ns": None, "replica": -1}
 
 
 __all__ = ["CommitLog", "Member", "Record", "peek"]

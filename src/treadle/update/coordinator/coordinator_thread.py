@@ -13,12 +13,14 @@ from __future__ import annotations
 import threading
 import time
 
+from treadle.host.boot_clock import boot_ns
 from treadle.update.coordinator.commit_log import CommitLog, peek
 from treadle.update.coordinator.late_ranks import WaitReports, late_ranks
 from treadle.update.coordinator.rank_links import RankLink, RankLinks
 from treadle.update.protocol import coordinator_decisions as protocol
 from treadle.update.protocol.attempt import Attempt
-from treadle.update.protocol.control import Fault, ToCoordinator
+from treadle.update.protocol.control import Fault, Report, ToCoordinator
+from treadle.update.protocol.leases import leases_of
 from treadle.wire.codec import encode
 from treadle.wire.errors import MalformedError, WireError
 from treadle.wire.listeners import Listener
@@ -28,12 +30,26 @@ GRACE_S = 1.0
 
 
 class Coordinator:
-    """Runs until it is closed. `deadline_s`: how long after the first rank the last may report in a phase."""
+    """Runs until it is closed. `deadline_s`: how long after the first rank the last may report in a phase.
 
-    def __init__(self, listener: Listener[RankLink], ledger: CommitLog, world: int, deadline_s: float) -> None:
+    `lease_ns` is the length of leases, None for no end; `least` how many replicas an update needs, None for all.
+    """
+
+    def __init__(
+        self,
+        listener: Listener[RankLink],
+        ledger: CommitLog,
+        world: int,
+        deadline_s: float,
+        lease_ns: int | None = None,
+        least: int | None = None,
+    ) -> None:
         self.listener, self.ledger, self.world, self.deadline_s = listener, ledger, world, deadline_s
         self.links = RankLinks(listener, world)
-        self._state = protocol.CoordinatorState(world, Attempt(world), str(ledger.directory))
+        leases = leases_of(ledger.record, lease_ns, least, boot_ns())
+        ledger.lead(lease_ns)
+        where, last = str(ledger.directory), ledger.attempt
+        self._state = protocol.CoordinatorState(world, Attempt(world), where, leases=leases, last=last)
         self._since: float | None = None
         self._waited = WaitReports()
         self._closing = False
@@ -88,8 +104,10 @@ class Coordinator:
             self._carry_out(protocol.lost(self._state, rank, f"update rank {rank} ({link.peer})", str(error)))
 
     def _take(self, rank: int, message: ToCoordinator) -> None:
+        if isinstance(message, Report) and self.ledger.is_lost:
+            return  # whoever leads the log now knows of no lease that is granted from here on
         if not isinstance(message, Fault) or message.epoch != self._state.attempt.epoch or not message.epoch:
-            self._carry_out(protocol.hear(self._state, rank, message, self.ledger.record))
+            self._carry_out(protocol.hear(self._state, rank, message, self.ledger.record, boot_ns()))
         elif message.waited:
             self._waited.add(rank, message)
             self._judge()
@@ -157,12 +175,15 @@ class Coordinator:
     def _left_s(self) -> float | None:
         """Seconds to the next deadline; None where there is none."""
         ends = [*self.links.deadlines, *self._phase_deadlines, *self._waited.deadlines]
+        if self._state.waits_ns:
+            ends.append(time.monotonic() + (self._state.waits_ns - boot_ns()) / 1e9)
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
     def _check_time(self) -> None:
         for stranger, why in self.listener.overdue():
             self.links.drop(stranger, why)
         self._judge()
+        self._carry_out(protocol.ticked(self._state, self.ledger.record, boot_ns()))
         if any(time.monotonic() > until for until in self._phase_deadlines):
             who, text = late_ranks(self._state.missing, self.links, self.deadline_s)
             self._stop(self._state.attempt.fault(who, text))

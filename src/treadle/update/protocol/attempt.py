@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from treadle.host.errors import TreadleError
 from treadle.update.protocol.catalogue import list_layouts
 from treadle.update.protocol.control import Agreed, Enter, Fault, Layouts, Phase, Send, Settled, Sides
+from treadle.update.protocol.leases import Leases
 from treadle.update.protocol.record import (
     Member,
     Record,
@@ -21,6 +22,7 @@ from treadle.update.protocol.record import (
     member_of,
     missing_members,
     replaced_members,
+    replica_of,
     taken_over,
 )
 from treadle.update.protocol.update_messages import Status, WeightLayout
@@ -36,7 +38,7 @@ class AttemptRefusedError(TreadleError, ValueError):
 
 @dataclass(frozen=True)
 class Attempt:
-    """The reports so far, by rank. `left`: members of the log that are out of the set from this attempt on."""
+    """The reports so far, by rank."""
 
     world: int
     epoch: int = 0
@@ -45,7 +47,6 @@ class Attempt:
     entered: dict[int, Enter] = field(default_factory=dict)
     settled: dict[int, Settled] = field(default_factory=dict)
     agreed: dict[int, Agreed] = field(default_factory=dict)
-    left: tuple[Member, ...] = ()
 
     @property
     def statuses(self) -> dict[int, Status]:
@@ -67,13 +68,13 @@ class Attempt:
         by_phase: dict[str, Collection[int]] = {"enter": self.entered, "settle": self.settled, "layout": sides}
         return by_phase.get(self.phase, self.agreed)
 
-    def refuse_entries(self, record: Record, where: str = "") -> None:
+    def refuse_entries(self, record: Record, leases: Leases, where: str = "") -> None:
         """Raise AttemptRefusedError where ranks ask for different or impossible things, or find other workers."""
         first = self.first
         for entry in self.entered.values():
             if entry.fault is not None:
                 raise AttemptRefusedError(entry.fault.who, entry.fault.text)
-            if (entry.worker is None) != (entry.status is None):
+            if not entry.away and (entry.worker is None) != (entry.status is None):
                 raise AttemptRefusedError(f"update rank {entry.rank}", "it does not report how its worker stands")
         for rank, entry in self.entered.items():
             mine, theirs = (first.kind, first.version), (entry.kind, entry.version)
@@ -83,11 +84,11 @@ class Attempt:
                     f"it enters with {entry.kind} of version {entry.version}, update rank {first.rank} with "
                     f"{first.kind} of version {first.version}; all ranks must ask for the same",
                 )
-            if (first.takeover, first.new_set) != (entry.takeover, entry.new_set):
-                raise AttemptRefusedError(f"update rank {rank}", "takeover and new_set must be the same on all ranks")
+            if first.takeover != entry.takeover:
+                raise AttemptRefusedError(f"update rank {rank}", "takeover must be the same on all ranks")
         self._refuse_speakers()
         self._refuse_logs(record, where)
-        self._refuse_set(record)
+        self._refuse_set(record, leases)
         record = self.start_from(record)
         if first.kind == "update" and record.version is not None and first.version <= record.version:
             raise AttemptRefusedError(
@@ -106,6 +107,34 @@ class Attempt:
     def members(self) -> tuple[Member, ...]:
         """The workers of this attempt, as the log records them."""
         return tuple(member_of(status) for _, status in sorted(self.workers.items()))
+
+    @property
+    def incarnations(self) -> set[str]:
+        """The workers of this attempt."""
+        return {status.incarnation for status in self.statuses.values()}
+
+    def ended(self, record: Record) -> set[str]:
+        """Return members in whose slot another process is now: they have closed or ended."""
+        now = {status.slot: status.incarnation for status in self.statuses.values() if status.slot}
+        return {m.incarnation for m in record.members if now.get(m.slot, m.incarnation) != m.incarnation}
+
+    def members_after(self, record: Record, leases: Leases) -> tuple[Member, ...]:
+        """Return the members of the log if this attempt commits.
+
+        An update leaves out who was away, unless others of its replica are in. After a recovery the ones that were away
+        may still have a lease on the same version.
+        """
+        if leases.lease_ns is None or self.first.takeover:
+            return self.members
+        present, replicas = self.incarnations, {replica_of(status) for status in self.statuses.values()}
+        recovers = self.first.kind == "recover"
+        kept = [
+            member
+            for member in record.members
+            if member.incarnation not in present
+            and (recovers or (member.worker not in self.workers and replica_of(member) in replicas))
+        ]
+        return (*self.members, *kept)
 
     def start_from(self, record: Record) -> Record:
         """Return the log's record at the start of this attempt: with `takeover`, that of the workers taken over."""
@@ -128,32 +157,52 @@ class Attempt:
                 "the update ranks", "none of them speaks for a worker; start a rank beside each worker (worker=)"
             )
 
-    def _refuse_set(self, record: Record) -> None:
-        """Refuse workers other than the log's members, unless the caller says that they are a new set."""
+    def _refuse_set(self, record: Record, leases: Leases) -> None:
+        """Refuse too few replicas, and a set without a worker whose lease has no end.
+
+        With `takeover` the caller says that nobody else serves.
+        """
         for worker, status in self.workers.items():
             if not status.holds_slot:
                 raise AttemptRefusedError(
                     f"worker {worker} (process {status.pid})",
                     f"process {status.before} was worker {worker} before, and has neither ended nor closed; end it",
                 )
-        if self.first.new_set:
+        if self.first.takeover:
             return
-        missing = missing_members(record, self.workers)
+        endless = [member for member in record.members if leases.is_endless(member.incarnation)]
+        if leases.least is not None:
+            self._refuse_few(record, leases.least)
+        missing = missing_members(record.members if leases.least is None else endless, self.workers)
         if missing:
             raise AttemptRefusedError(
                 ", ".join(member.name for member in missing),
                 f"the log has {len(record.members)} workers, {self.world} update ranks came, and none speaks for "
                 f"{'this one' if len(missing) == 1 else 'these'}, which would go on with version {record.version}; "
-                "start a rank beside each worker, or declare the set a new one (new_set=True, --new-set)",
+                "start a rank beside each worker, or, once the others have ended, take over those that are left "
+                "(takeover=True, --takeover)",
             )
-        replaced = replaced_members(record, self.workers)
+        replaced = replaced_members(endless, self.workers)
         if replaced:
             raise AttemptRefusedError(
                 ", ".join(member.name for member in replaced),
                 "another worker is in its place, at another path or host, and whether this one has ended cannot be "
-                f"known there; it may still serve version {record.version}; end it and declare the set a new "
-                "one (new_set=True, --new-set)",
+                f"known there; it may still serve version {record.version}; end it and take the set over "
+                "(takeover=True, --takeover)",
             )
+
+    def _refuse_few(self, record: Record, least: int) -> None:
+        """Refuse fewer replicas than the policy asks for. A replica counts where all of its workers take part."""
+        lacking = {replica_of(member) for member in record.members if member.worker not in self.workers}
+        whole = {replica_of(status) for status in self.statuses.values()} - lacking
+        if len(whole) >= least:
+            return
+        away = "".join(f"; worker {e.worker}: {e.away}" for _, e in sorted(self.entered.items()) if e.away)
+        raise AttemptRefusedError(
+            "the update ranks",
+            f"an update needs {least} whole replicas (policy={least}), {len(whole)} can take part{away}; start the "
+            "others, or allow fewer (policy=)",
+        )
 
     def _refuse_logs(self, record: Record, where: str) -> None:
         foreign = {worker: status for worker, status in self.workers.items() if is_foreign(record, status.log)}
@@ -175,10 +224,6 @@ class Attempt:
                 "older copy; use the newest one (ledger=, --ledger), or, if that is lost, take the workers over with "
                 "an empty directory (takeover=True, --takeover)",
             )
-
-    def leaving(self, record: Record) -> list[Member]:
-        """Members of the log that are not in this attempt's set."""
-        return [*missing_members(record, self.workers), *replaced_members(record, self.workers)]
 
     def refuse_strangers(self) -> None:
         """Raise AttemptRefusedError where a worker that settled is another process than the one at entry."""
@@ -257,10 +302,10 @@ class Attempt:
                 None,
                 self._group(),
                 catalogue,
-                self._who_left(),
+                self._who_is_away(),
             )
         only, why = self._only(record, holds)
-        whys = "; ".join(filter(None, (why, self._who_left())))
+        whys = "; ".join(filter(None, (why, self._who_is_away())))
         return Layouts(
             self.epoch, first.version, everyone, self._numbers(everyone), (), only, self._group(), catalogue, whys
         )
@@ -277,15 +322,10 @@ class Attempt:
         """Return the numbers of these ranks' workers, for people."""
         return _listed(self._numbers(ranks))
 
-    def _who_left(self) -> str:
-        """A note on the members that are out of the set."""
-        closed = {worker for settled in self.settled.values() for worker in settled.closed}
-        parts = [
-            f"{member.name} left the set and "
-            + ("is closed" if member.worker in closed else "was not reached: end it, if it lives it serves what it has")
-            for member in self.left
-        ]
-        return "; ".join(parts)
+    def _who_is_away(self) -> str:
+        """A note on the workers without which ranks go on."""
+        away = [entry for _, entry in sorted(self.entered.items()) if entry.away]
+        return "; ".join(f"worker {entry.worker} is left out, and its lease is over: {entry.away}" for entry in away)
 
     def _group(self) -> int:
         """Return the attempt whose process group all ranks still have, or this one, which makes a new group."""

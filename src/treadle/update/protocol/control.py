@@ -1,7 +1,7 @@
 """The messages between update ranks and their coordinator.
 
-update rank -> coordinator  Join, Enter, Settled, Sides, Agreed, Fault
-coordinator -> update rank  Joined, Go, Send, Layouts, Proceed, Stop
+update rank -> coordinator  Join, Enter, Settled, Sides, Agreed, Fault, Report
+coordinator -> update rank  Joined, Go, Send, Layouts, Proceed, Stop, Grant
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from treadle.update.protocol.update_messages import Message, Status, WeightLayout
+from treadle.update.protocol.update_messages import Grant, Message, Status, WeightLayout
 from treadle.weights.tensor_boxes import Box, Tensor
 
 Kind: TypeAlias = Literal["update", "recover"]
@@ -51,7 +51,8 @@ class Enter(Message, frozen=True):
     `worker` is the worker that it speaks for, None where it has none; that one's `status` is None where the rank has a
     `fault`. `can_export`: its worker's engine can copy its weights out. `group` is the attempt that made the process
     group the rank has, 0 if it has none. A rank that cannot take part enters with a `fault`, so that all ranks hear of
-    it together. `takeover` and `new_set` are what its caller vouches for.
+    it together. `takeover` is what its caller vouches for.
+    `away`: why its worker takes no part, where the rank goes on without it.
     """
 
     rank: int
@@ -67,16 +68,22 @@ class Enter(Message, frozen=True):
     group: int
     fault: Fault | None = None
     takeover: bool = False
-    new_set: bool = False
+    away: str = ""
+
+
+class Report(Message, frozen=True):
+    """How a rank's worker stands, at any time. Answered by Grant where it holds, or has staged, what is committed."""
+
+    rank: int
+    status: Status
 
 
 class Settled(Message, frozen=True):
-    """A rank's worker, if it has one, has learnt what is committed. `closed`: workers that left and that it closed."""
+    """A rank's worker, if it has one, has learnt what is committed."""
 
     epoch: int
     rank: int
     status: Status | None
-    closed: tuple[int, ...] = ()
 
 
 class Sides(Message, frozen=True):
@@ -110,7 +117,7 @@ class Agreed(Message, frozen=True):
     samples: tuple[Sample, ...] = ()
 
 
-ToCoordinator: TypeAlias = Join | Enter | Settled | Sides | Agreed | Fault
+ToCoordinator: TypeAlias = Join | Enter | Settled | Sides | Agreed | Fault | Report
 
 
 # ---- from the coordinator --------------------------------------------------------------------------------------------
@@ -121,7 +128,7 @@ class Joined(Message, frozen=True):
 
 
 class Go(Message, frozen=True):
-    """Numbers the attempt, and says what is committed, by which log. `left`: workers that are out of the set now."""
+    """Numbers the attempt, and says what is committed, by which log."""
 
     epoch: int
     committed: int | None
@@ -129,7 +136,7 @@ class Go(Message, frozen=True):
     log: str = ""
     took: tuple[str, ...] = ()
     takeover: bool = False
-    left: tuple[int, ...] = ()
+    term: int = 0
 
 
 class Listed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -200,4 +207,4 @@ class Stop(Message, frozen=True):
     committed: bool
 
 
-FromCoordinator: TypeAlias = Joined | Go | Send | Layouts | Proceed | Stop
+FromCoordinator: TypeAlias = Joined | Go | Send | Layouts | Proceed | Stop | Grant

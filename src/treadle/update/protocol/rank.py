@@ -9,8 +9,8 @@ A rank does one thing at a time, and each action has a function that takes its a
 
 The messages of an attempt, in order:
 
-    Go ── Settle ── Settled ─> Send ── Sides ─> Layouts ── plan ── Agreed ─> Proceed ── Begin ── Agreed ─> Proceed
-       ── load ── Finish ── Agreed (the vote) ─> Proceed (the decision) ── Commit ── Agreed ─> Proceed
+    Go ── Grant ── Settled ─> Send ── Sides ─> Layouts ── plan ── Agreed ─> Proceed ── Begin ── Agreed ─> Proceed
+       ── load ── Finish ── Agreed (the vote) ─> Proceed (the decision) ── Grant ── Agreed ─> Proceed
 
 An attempt that ends early goes through `ended` and `farewell` instead.
 """
@@ -33,7 +33,7 @@ from treadle.update.protocol.control import (
     Settled,
     Stop,
 )
-from treadle.update.protocol.update_messages import Abort, Begin, Commit, Finish, Settle, Status
+from treadle.update.protocol.update_messages import Begin, Finish, Grant, Status
 from treadle.update.update_options import UpdateOptions
 
 Ending: TypeAlias = Literal["unknown", "lost", "stopped", "committed"]
@@ -53,14 +53,14 @@ class TellCoordinator:
 class AskWorker:
     """Send `message` to the worker and wait for its answer."""
 
-    message: Settle | Begin | Finish | Commit
+    message: Grant | Begin | Finish
 
 
 @dataclass(frozen=True)
 class Work:
-    """Do something alone: close workers that left the set, describe layouts, make the plan, move the buckets."""
+    """Do something alone: describe layouts, make the plan, move the buckets."""
 
-    what: Literal["dismiss", "describe", "plan", "load"]
+    what: Literal["describe", "plan", "load"]
     about: Any = None
 
 
@@ -77,7 +77,7 @@ class RankState:
     """One rank's view of one attempt.
 
     `speaks`: it has a worker. `began`: the worker knows of the attempt. `loads`: the worker gets a version. `voted`:
-    the coordinator may know that the worker is prepared; from then on only the coordinator's word counts. `decided`:
+    the coordinator may know that the worker has staged; from then on only the coordinator's word counts. `decided`:
     that word was to commit. `worker_late`: a wait for the worker timed out, so an answer of it may still come.
     `ending`: see `Ending`.
     """
@@ -97,7 +97,6 @@ class RankState:
     ending: Ending = "unknown"
     go: Go | None = None
     layouts: Layouts | None = None
-    closed: tuple[int, ...] = ()
     plan: str = ""
     samples: tuple[Sample, ...] = ()
 
@@ -114,7 +113,7 @@ def heard(state: RankState, message: FromCoordinator) -> Step:
     """Return the coordinator has answered."""
     if isinstance(message, Go):
         state = replace(state, phase="settle", epoch=message.epoch, log=message.log, go=message)
-        return (state, Work("dismiss", message.left)) if message.left else (state, _settle(state))
+        return state, _settle(state)
     if isinstance(message, Send):
         return replace(state, phase="layout"), Work("describe", message)
     if isinstance(message, Layouts):
@@ -128,14 +127,11 @@ def heard(state: RankState, message: FromCoordinator) -> Step:
     if message.phase == "begin":
         return replace(state, phase="load"), Work("load")
     state = replace(state, phase="open", decided=True)
-    return state, AskWorker(Commit(state.epoch, state.version)) if state.loads else _agreed(state)
+    return state, AskWorker(_grant(state, new=True)) if state.loads else _agreed(state)
 
 
 def worked(state: RankState, value: Any = None) -> Step:
     """Return the rank has done its own work; `value` is the result."""
-    if state.phase == "settle":
-        state = replace(state, closed=value)
-        return state, _settle(state)
     if state.phase == "layout":
         return state, TellCoordinator(value, (Layouts, Proceed))
     if state.phase == "plan":
@@ -160,7 +156,7 @@ def answered(state: RankState, answer: Any) -> Step:
 class Farewell:
     """The last message to a worker, if any; whether to wait for its Status; whether to close the connection then."""
 
-    message: Commit | Abort | None
+    message: Grant | None
     waits: bool
     drops: bool
 
@@ -184,9 +180,9 @@ def farewell(state: RankState) -> Farewell:
     """
     late = state.worker_late
     if state.loads and (state.decided or state.ending == "committed"):
-        return Farewell(Commit(state.epoch, state.version), waits=True, drops=late)
+        return Farewell(_grant(state, new=True), waits=True, drops=late)
     if state.began and not state.in_doubt:
-        return Farewell(Abort(state.epoch), waits=not late, drops=late)
+        return Farewell(_grant(state, new=False), waits=not late, drops=late)
     return Farewell(None, waits=False, drops=late)
 
 
@@ -201,16 +197,21 @@ def is_vague(state: RankState, fault: Fault) -> bool:
 
 def _settle(state: RankState) -> AskWorker | TellCoordinator:
     """Tell the worker what is committed; a rank without one goes on."""
-    if not state.speaks:
-        return _settled(state, None)
+    return AskWorker(_grant(state, new=False)) if state.speaks else _settled(state, None)
+
+
+def _grant(state: RankState, *, new: bool) -> Grant:
+    """Return what is committed: the attempt's own version, where it is decided, or what was before."""
     go, options = state.go, state.options
     assert go is not None
-    told = go.epoch, go.committed, go.epochs, options.close, options.drain_s
-    return AskWorker(Settle(*told, go.log, go.took, go.takeover))
+    version, epochs = (state.version, (*go.epochs, state.epoch)) if new else (go.committed, go.epochs)
+    lease_ns = 0 if options.lease_s is not None else None  # leases with an end come by Report and Grant only
+    how = options.close, options.drain_s
+    return Grant(state.epoch, version, epochs, *how, go.log, go.took, go.takeover, go.term, lease_ns=lease_ns)
 
 
 def _settled(state: RankState, status: Status | None) -> TellCoordinator:
-    return TellCoordinator(Settled(state.epoch, state.rank, status, state.closed), (Send, Layouts, Proceed))
+    return TellCoordinator(Settled(state.epoch, state.rank, status), (Send, Layouts, Proceed))
 
 
 def _begin(state: RankState) -> Begin:

@@ -15,13 +15,17 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 
 
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A worker of the set. `slot` is the id of its slot, `incarnation` that of the endpoint that held it."""
+    """A worker of the set. `slot` is the id of its slot, `incarnation` that of the endpoint that held it.
+
+    `replica` is the number of the first worker of its engine.
+    """
 
     worker: int
     slot: str
     incarnation: str
     pid: int
     host: str
+    replica: int = -1
 
     @property
     def name(self) -> str:
@@ -33,7 +37,8 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The committed `version`, and the attempts that committed it: the first, and later recoveries.
 
     `id` is the log's own; files written before logs had ids have none. `took` are logs that committed this version
-    before this log took their workers over.
+    before this log took their workers over. `term` numbers the log's coordinators; `lease_ns` is the longest lease that
+    a worker may have, None for one without end.
     """
 
     version: Count | None = None
@@ -41,18 +46,45 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str = ""
     members: tuple[Member, ...] = ()
     took: tuple[str, ...] = ()
+    term: Count = 0
+    lease_ns: Count | None = None
+
+
+def replica_of(worker: Member | Status) -> int:
+    """Return the replica that a worker belongs to; by itself it is one."""
+    return worker.replica if worker.replica >= 0 else worker.worker
 
 
 def member_of(status: Status) -> Member:
     """A worker as the log records it."""
-    return Member(status.worker, status.slot, status.incarnation, status.pid, status.host)
+    return Member(status.worker, status.slot, status.incarnation, status.pid, status.host, status.replica)
 
 
-def committed(record: Record, version: int, epoch: int, members: tuple[Member, ...]) -> Record:
-    """Return the record after a decision. The same version again is a recovery."""
+def committed(
+    record: Record, version: int, epoch: int, members: tuple[Member, ...], lease_ns: int | None = None
+) -> Record:
+    """Return the record after a decision. The same version again is a recovery.
+
+    Of a new version no lease was granted yet; leases on the same one stay as long as they are.
+    """
     if record.version == version:
         return msgspec.structs.replace(record, epochs=(*record.epochs, epoch), members=members)
-    return Record(version, (epoch,), record.id, members)
+    return Record(version, (epoch,), record.id, members, (), record.term, lease_ns)
+
+
+def led(record: Record, lease_ns: int | None) -> Record:
+    """Return the record of the next coordinator, which grants leases of this length."""
+    longest = lease_ns
+    if record.version is not None:  # of a version there may be leases by coordinators before
+        longest = max(record.lease_ns, lease_ns) if record.lease_ns is not None and lease_ns is not None else None
+    return msgspec.structs.replace(record, term=record.term + 1, lease_ns=longest)
+
+
+def has_committed(record: Record, status: Status) -> bool:
+    """Return whether a worker holds, or has staged, what is committed."""
+    origins = ("", record.id, *record.took)
+    holds = status.version == record.version and status.content in record.epochs and status.origin in origins
+    return record.version is not None and (holds or (status.staged in record.epochs and status.log == record.id))
 
 
 def taken_over(record: Record, statuses: Sequence[Status], members: tuple[Member, ...]) -> Record:
@@ -66,23 +98,23 @@ def taken_over(record: Record, statuses: Sequence[Status], members: tuple[Member
         return record
     epochs = tuple(sorted({status.content for status in statuses}))
     took = tuple(sorted({status.origin for status in statuses} | logs))
-    return Record(versions.pop(), epochs, record.id, members, took)
+    return Record(versions.pop(), epochs, record.id, members, took, record.term)
 
 
-def missing_members(record: Record, workers: Iterable[int]) -> list[Member]:
+def missing_members(members: Sequence[Member], workers: Iterable[int]) -> list[Member]:
     """Members for which no update rank speaks."""
     present = set(workers)
-    return [member for member in record.members if member.worker not in present]
+    return [member for member in members if member.worker not in present]
 
 
-def replaced_members(record: Record, statuses: dict[int, Status]) -> list[Member]:
+def replaced_members(members: Sequence[Member], statuses: dict[int, Status]) -> list[Member]:
     """Members in whose place a worker with another slot is now: they may still serve elsewhere.
 
     A new process in the same slot is no such case: it got the slot when the one before had closed or ended.
     """
     return [
         member
-        for member in record.members
+        for member in members
         if member.worker in statuses and member.slot and statuses[member.worker].slot != member.slot
     ]
 

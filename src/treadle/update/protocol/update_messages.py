@@ -1,6 +1,7 @@
 """The messages between update ranks and workers. Those of an attempt carry its number (`epoch`).
 
-update rank -> worker       Hello, GetLayout, Settle, Map, TakePlan, Begin, Load, Finish, Commit, Abort, Export
+update rank -> worker       Hello, GetStatus, GetLayout, Grant, Map, TakePlan, Begin, Load, Finish, Export
+its thread that keeps a lease -> worker  Hello, GetStatus, Grant
 any process of the user -> worker  Hello, GetStatus, Ask
 worker -> update rank       Welcome, Status, WeightLayout, Mapped, Planned, Begun, Loaded, Prepared, Exported, Refused
 worker -> who asked         Welcome, Status, Answer, Refused
@@ -17,12 +18,12 @@ import msgspec
 from treadle.weights.tensor_boxes import Piece, Tensor
 from treadle.weights.update_plan import Item, Take
 
-PROTOCOL = 10
+PROTOCOL = 11
 
 MOST_PLANS = 8
 """How many plans a worker keeps; it drops the oldest."""
 
-State: TypeAlias = Literal["serving", "closed", "loading", "prepared"]
+State: TypeAlias = Literal["serving", "lapsed", "loading", "staged"]
 Rollback: TypeAlias = Literal["host", "disk", "none"]
 Close: TypeAlias = Literal["drain", "abort"]
 Reason: TypeAlias = Literal["order", "stale", "busy", "taken", "closed", "failed", "corrupt", "memory", "foreign"]
@@ -36,10 +37,10 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=str.l
 
 
 class Hello(Message, frozen=True):
-    """Opens a connection, as the update rank of this worker or as a process that asks."""
+    """Opens a connection: of the update rank of this worker, of the same for its lease, or of a process that asks."""
 
     protocol: int
-    role: Literal["update", "ask"]
+    role: Literal["update", "lease", "ask"]
     rank: int = -1
 
 
@@ -51,12 +52,14 @@ class GetLayout(Message, frozen=True):
     """Asks which pieces the worker wants; answered by WeightLayout."""
 
 
-class Settle(Message, frozen=True):
-    """Tells a worker what is committed: `version` (None: nothing yet), by any of the attempts `epochs`.
+class Grant(Message, frozen=True):
+    """Says what is committed: `version` (None: nothing yet), by any of the attempts `epochs` of `log`.
 
-    A prepared worker opens its version if that is the one, else it goes back. A worker that serves another version
-    closes (`close`, within `drain_s` seconds) and keeps its weights. `log` is the id of the log that says so. A worker
-    that belongs to another log refuses, unless that log is among `took`, or `takeover` is set.
+    Attempts before `epoch` are over, and so is `epoch` unless it begins with this grant. A worker that holds that
+    version, or has it staged, serves it; another one goes back from a load, closes (`close`, within `drain_s` seconds)
+    and keeps its weights. A worker that belongs to another log refuses, unless that is among `took`, or `takeover` is
+    set. `term` numbers the coordinators of a log: a worker refuses one before the last that it knows.
+    `lease_ns`: the worker serves until that long after `stamp_ns`, the time of one of its reports; None: without end.
     """
 
     epoch: int
@@ -67,6 +70,9 @@ class Settle(Message, frozen=True):
     log: str = ""
     took: tuple[str, ...] = ()
     takeover: bool = False
+    term: int = 0
+    stamp_ns: int = 0
+    lease_ns: int | None = None
 
 
 class Map(Message, frozen=True):
@@ -137,28 +143,13 @@ class Finish(Message, frozen=True):
     epoch: int
 
 
-class Commit(Message, frozen=True):
-    """The decision was to commit: serve this version."""
-
-    epoch: int
-    version: int
-
-
-class Abort(Message, frozen=True):
-    """The attempt is over: go back to the version before it."""
-
-    epoch: int
-
-
 class Ask(Message, frozen=True):
     """A request to the engine; the Answer carries the version that answered."""
 
     body: bytes
 
 
-ToWorker: TypeAlias = (
-    Hello | GetStatus | GetLayout | Settle | Map | TakePlan | Begin | Load | Export | Finish | Commit | Abort | Ask
-)
+ToWorker: TypeAlias = Hello | GetStatus | GetLayout | Grant | Map | TakePlan | Begin | Load | Export | Finish | Ask
 
 
 # ---- from a worker ---------------------------------------------------------------------------------------------------
@@ -170,6 +161,8 @@ class Status(Message, frozen=True):
     `log` is the log that the worker belongs to; `origin` and `content` are the log and the attempt that made its
     version. `incarnation` is a random id, new for each endpoint. `slot` is the id of the worker's slot, which one
     process at a time holds (`holds_slot`); where this process does not, `before` is the pid of the one that does.
+    `replica` is the number of the first worker of its engine. `staged` is the attempt that it has voted for, 0 if none.
+    `stamp_ns` is the time of this status by the worker's clock, `term` the last coordinator of its log that it heard.
     """
 
     worker: int
@@ -186,6 +179,10 @@ class Status(Message, frozen=True):
     holds_slot: bool = True
     before: int = 0
     host: str = ""
+    replica: int = -1
+    staged: int = 0
+    stamp_ns: int = 0
+    term: int = 0
 
 
 class Welcome(Message, frozen=True):

@@ -1,9 +1,16 @@
 """A worker's decisions: which messages may change what it holds and serves, and in which steps.
 
-    closed ──begin──> loading ──finish──> prepared ──commit──> serving
-       ^                 │                    │                   │
-       └── nothing to ───┴── abort, settle ───┘                begin
-           go back to
+                grant of what is held
+    lapsed ──────────────────────────────────> serving
+      │  ^                                      │   ^
+      │  └── lease over, grant of other content │   │ grant of what is staged
+    begin                                     begin │
+      │                                         │   │
+      └──────────────> loading <────────────────┘   │
+                         │                          │
+                         └─────────finish─────────> staged
+
+A grant of anything else ends a load: the worker goes back to the version before, if it is still there.
 
 Each function returns the moves to make, one after the other: what the engine does, the state after that, and the state
 after its failure. Where a function raises MessageRefusedError, nothing is done.
@@ -18,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from treadle.host.errors import TreadleError
-from treadle.update.protocol.update_messages import Abort, Begin, Commit, Finish, Reason, Settle, State
+from treadle.update.protocol.update_messages import Begin, Finish, Grant, Reason, State
 
 Act: TypeAlias = Literal["close", "begin", "load", "finish", "invalidate", "open", "reopen", "abort", "restore"]
 """What the engine does. `open` serves a new version, `reopen` the one held; `abort` leaves a load, `restore` leaves it
@@ -51,7 +58,7 @@ class WorkerState:
     """
 
     worker: int
-    state: State = "closed"
+    state: State = "lapsed"
     held: Content | None = None
     log: str = ""
     epoch: int = 0
@@ -70,7 +77,7 @@ class WorkerState:
     @property
     def bound(self) -> str:
         """The log that this worker belongs to; empty if none."""
-        if self.state == "prepared" and self.begun is not None:
+        if self.state == "staged" and self.begun is not None:
             return self.begun.log
         return self.log if self.held is not None else ""
 
@@ -88,8 +95,11 @@ Moves: TypeAlias = tuple[list[Move], WorkerState]
 """The moves, and the state after all of them."""
 
 
-def settle(state: WorkerState, message: Settle, *, can_restore: bool) -> Moves:
-    """Learn what is committed. Serve the version voted for or held, if that is it; else close, and keep the weights."""
+def grant(state: WorkerState, message: Grant, *, can_restore: bool) -> Moves:
+    """Learn what is committed. Serve it if it is staged or held; else close, and keep the weights.
+
+    A load that is under way is over: the attempts up to the grant's have ended.
+    """
     _fresh(state, message.epoch)
     _placed(state)
     foreign = state.bound and state.bound not in (message.log, *message.took)
@@ -101,20 +111,24 @@ def settle(state: WorkerState, message: Settle, *, can_restore: bool) -> Moves:
         )
     moves: list[Move] = []
     begun = state.begun
-    if state.state == "prepared" and begun is not None and begun.log == message.log and state.epoch in message.epochs:
+    if state.state == "staged" and begun is not None and begun.log == message.log and state.epoch in message.epochs:
         moves, state = _open_new(state, begun)
-    elif state.state in ("loading", "prepared"):
+    elif state.state in ("loading", "staged"):
         moves, state = _back(state, can_restore=can_restore, reopen=False)
-    held = state.held
-    origins = ("", message.log, *message.took)  # empty: committed by a log written before logs had ids
-    if held is not None and held.version == message.version and held.epoch in message.epochs and held.log in origins:
+    if is_granted(state.held, message):
         state = replace(state, log=message.log)
         if state.state != "serving":
             moves, state = _then(moves, *_reopen(state))
     else:  # close even an unknown version: an engine may have been open before its endpoint was
-        closed = replace(state, state="closed")
+        closed = replace(state, state="lapsed")
         moves, state = _then(moves, [Move("close", closed, state)], closed)
     return moves, replace(state, epoch=message.epoch, attempt=message.log)
+
+
+def is_granted(held: Content | None, message: Grant) -> bool:
+    """Return whether a grant names what a worker holds."""
+    origins = ("", message.log, *message.took)  # empty: committed by a log written before logs had ids
+    return held is not None and held.version == message.version and held.epoch in message.epochs and held.log in origins
 
 
 def begin(state: WorkerState, message: Begin) -> Moves:
@@ -123,7 +137,7 @@ def begin(state: WorkerState, message: Begin) -> Moves:
     _placed(state)
     if state.state == "loading" and message == state.begun and not state.touched:
         return [], state
-    if state.state not in ("serving", "closed"):
+    if state.state not in ("serving", "lapsed"):
         raise MessageRefusedError(
             "order", f"worker {state.worker} is {state.state} at attempt {state.epoch}; settle first"
         )
@@ -147,31 +161,11 @@ def load(state: WorkerState, epoch: int) -> Moves:
 
 def finish(state: WorkerState, message: Finish) -> Moves:
     """Make the version whole and vote for it."""
-    _during(state, message.epoch, "loading", "prepared")
-    if state.state == "prepared":
+    _during(state, message.epoch, "loading", "staged")
+    if state.state == "staged":
         return [], state
-    prepared = replace(state, state="prepared")
-    return [Move("finish", prepared, state)], prepared
-
-
-def commit(state: WorkerState, message: Commit) -> Moves:
-    """Serve the version voted for. The same message again changes nothing."""
-    _fresh(state, message.epoch)
-    held = state.held
-    if state.state == "serving" and held is not None and (held.epoch, held.version) == (message.epoch, message.version):
-        return [], state
-    begun = _during(state, message.epoch, "prepared")
-    if begun.version != message.version:
-        raise MessageRefusedError("order", f"version {begun.version} is prepared, not {message.version}")
-    return _open_new(state, begun)
-
-
-def abort(state: WorkerState, message: Abort, *, can_restore: bool) -> Moves:
-    """Go back to the version before."""
-    _fresh(state, message.epoch)
-    if message.epoch == state.epoch and state.state in ("loading", "prepared"):
-        return _back(state, can_restore=can_restore, reopen=True)
-    return [], state
+    staged = replace(state, state="staged")
+    return [Move("finish", staged, state)], staged
 
 
 def release(state: WorkerState, *, can_restore: bool) -> Moves:
@@ -186,7 +180,7 @@ def retire(state: WorkerState) -> Moves:
     gone = replace(state, retired=True)
     if state.state != "serving":
         return [], gone
-    closed = replace(gone, state="closed")
+    closed = replace(gone, state="lapsed")
     return [Move("close", closed, gone)], closed
 
 
@@ -194,7 +188,7 @@ def retire(state: WorkerState) -> Moves:
 
 
 def _open_new(state: WorkerState, begun: Begin) -> Moves:
-    lost = replace(state, state="closed", held=None, begun=None)
+    lost = replace(state, state="lapsed", held=None, begun=None)
     held = Content(begun.log, begun.version, begun.epoch)
     serving = replace(state, state="serving", held=held, log=begun.log, begun=None)
     return [Move("invalidate", state, state), Move("open", serving, lost)], serving
@@ -202,12 +196,12 @@ def _open_new(state: WorkerState, begun: Begin) -> Moves:
 
 def _reopen(state: WorkerState) -> Moves:
     serving = replace(state, state="serving")
-    return [Move("reopen", serving, replace(state, state="closed", held=None))], serving
+    return [Move("reopen", serving, replace(state, state="lapsed", held=None))], serving
 
 
 def _back(state: WorkerState, *, can_restore: bool, reopen: bool) -> Moves:
     """Move to the version before, if it is still there; it is opened if it was served when the load began."""
-    kept = replace(state, state="closed", begun=None)
+    kept = replace(state, state="lapsed", begun=None)
     lost = replace(kept, held=None)
     if state.held is None or (state.touched and not (state.served and can_restore)):
         return [Move("abort", lost, lost)], lost

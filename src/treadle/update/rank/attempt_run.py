@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 from treadle.update.coordinator.late_ranks import HEAR_S
 from treadle.update.errors import UpdateError, failure
@@ -15,7 +16,17 @@ from treadle.update.protocol import rank
 from treadle.update.protocol.catalogue import layout_digest
 from treadle.update.protocol.control import Enter, Fault, FromCoordinator, Go, Layouts, Phase, Sample, Send, Sides
 from treadle.update.protocol.rank import Action, AskWorker, AttemptDone, Farewell, RankState, TellCoordinator, Work
-from treadle.update.protocol.update_messages import Begin, Begun, Commit, Finish, Prepared, Settle, Status, WeightLayout
+from treadle.update.protocol.update_messages import (
+    Begin,
+    Begun,
+    Finish,
+    GetStatus,
+    Grant,
+    Prepared,
+    Refused,
+    Status,
+    WeightLayout,
+)
 from treadle.update.rank.broadcast import BroadcastError
 from treadle.update.rank.bucket_loop import BucketLoop
 from treadle.update.rank.comparing import TieComparison
@@ -23,7 +34,7 @@ from treadle.update.rank.context import RankContext, UpdateRequest
 from treadle.update.rank.load_phase import Loading
 from treadle.update.rank.plans import UnplannableError
 from treadle.update.rank.shares import Shares
-from treadle.update.rank.worker_client import NO_LAYOUT, WorkerClient, WorkerRefusedError, blame, dismiss
+from treadle.update.rank.worker_client import NO_LAYOUT, WorkerClient, WorkerRefusedError, blame
 from treadle.update.updated import Updated
 from treadle.wire.codec import sendable
 from treadle.wire.errors import PeerGoneError, WireError
@@ -85,15 +96,15 @@ class AttemptRun:
         #    that all ranks ask for the same, and numbers the attempt.
         with self._in("enter"):
             action: Action
-            self.state, action = rank.heard(self.state, self._tell(TellCoordinator(self._enter(), (Go,))))
+            entry = self._enter()
+            self.state, action = rank.heard(self.state, self._tell(TellCoordinator(entry, (Go,))))
         while not isinstance(action, AttemptDone):
             with self._in(self.phase):
                 match action:
-                    # 2. Settle: close workers that left the set; tell this rank's worker which version is committed.
-                    case Work("dismiss", workers):
-                        self.state, action = rank.worked(self.state, self._dismiss(workers))
-                    case AskWorker(Settle() as message):
-                        self.state, action = rank.answered(self.state, self._settle(message))
+                    # 2. Settle: tell this rank's worker which version is committed.
+                    # 8. Open: once the decision is on disk, the worker resets its caches and serves the new version.
+                    case AskWorker(Grant() as message):
+                        self.state, action = rank.answered(self.state, self._grant(message))
                     # 3. Layout: where layouts changed, one rank of those that are alike tells them to the coordinator.
                     case Work("describe", asked):
                         self.state, action = rank.worked(self.state, self._describe(asked))
@@ -110,9 +121,6 @@ class AttemptRun:
                     case AskWorker(Finish() as message):
                         self.state, action = rank.answered(self.state, self._finish(message))
                     # -------- POINT OF NO RETURN: with all votes in, the coordinator writes the decision to its log.
-                    # 8. Open: the worker resets its caches and serves the new version.
-                    case AskWorker(Commit() as message):
-                        self.state, action = rank.answered(self.state, self._commit(message))
                     case TellCoordinator():
                         self.state, action = rank.heard(self.state, self._tell(action))
         return self._updated()
@@ -147,7 +155,7 @@ class AttemptRun:
 
     def _enter(self) -> Enter:
         """Connect to the worker. A rank that cannot still enters, with the fault, so that all ranks hear of it."""
-        fault, can_export = None, False
+        fault, away, can_export = None, "", False
         if self.request.source is not None:
             self._has = self.request.source.has
         try:
@@ -159,33 +167,48 @@ class AttemptRun:
                 raise
             if isinstance(error, TimeoutError):
                 self.worker.drop()  # a late answer would be taken for that to the next question
-            fault = blame(error, 0, self.worker.name, "enter", -1).fault
+            known = blame(error, 0, self.worker.name, "enter", -1)
+            if self.options.least is not None:
+                away = self._leave_out(known.text)
+            else:
+                fault = known.fault
         asked = self.request
         names = asked.kind, asked.version, asked.base, asked.changed
         layouts = layout_digest(self._has), self._wants_digest
         mine = can_export, self.context.broadcasts.made
-        status = self._status if fault is None else None
-        return Enter(
-            self.context.rank, self._number, *names, *layouts, status, *mine, fault, asked.takeover, asked.new_set
-        )
+        status = self._status if fault is None and not away else None
+        return Enter(self.context.rank, self._number, *names, *layouts, status, *mine, fault, asked.takeover, away)
+
+    def _leave_out(self, why: str) -> str:
+        """Go on without the worker, whose lease then ends; why."""
+        self.worker.drop()
+        self.state = replace(self.state, speaks=False)
+        self._status, self._wants, self._wants_digest = None, WeightLayout((), ()), NO_LAYOUT
+        return why
 
     def _meet_worker(self) -> None:
-        deadline_s = self.options.deadline_s
+        deadline_s = self.options.meet_s
+        if time.monotonic() < self.context.sick_until_s:
+            raise WorkerRefusedError(Refused("failed", f"an attempt failed by it: {self.context.why_sick}"))
         self.worker.connect(self.context.rank, deadline_s)
         self._status = self.worker.settled_in(deadline_s)
+        if not self._status.holds_slot and self.options.least is not None:
+            text = f"process {self._status.before} was this worker before, and has neither ended nor closed"
+            raise WorkerRefusedError(Refused("taken", text))
         self._wants, self._wants_digest = self.worker.layout(deadline_s), self.worker.layout_digest
 
     @property
     def _number(self) -> int | None:
         """The number of this rank's worker."""
-        return self.worker.worker if self.state.speaks else None
+        return self.context.own_worker.worker if self.context.own_worker is not None else None
 
-    def _dismiss(self, workers: tuple[int, ...]) -> tuple[int, ...]:
-        assert self.state.go is not None
-        return dismiss(self.context.directory, workers, self.state.go, self.options)
-
-    def _settle(self, message: Settle) -> Status:
+    def _grant(self, message: Grant) -> Status:
         self._status = self.worker.ask(message, Status, self.options.phase_s)
+        keeper = self.context.keeper
+        holds = message.version is not None and self._status.version == message.version
+        if keeper is not None and holds and self._status.state == "lapsed":
+            keeper.renew(self.options.deadline_s / 2)  # the keeper goes on after that
+            self._status = self.worker.ask(GetStatus(), Status, self.options.phase_s)
         return self._status
 
     def _describe(self, asked: Send) -> Sides:
@@ -251,10 +274,6 @@ class AttemptRun:
     def _finish(self, message: Finish) -> Prepared:
         return self.worker.ask(message, Prepared, self.options.deadline_s)
 
-    def _commit(self, message: Commit) -> Status:
-        self._status = self.worker.ask(message, Status, self.options.deadline_s)
-        return self._status
-
     @property
     def _layouts(self) -> Layouts:
         assert self.state.layouts is not None
@@ -292,6 +311,7 @@ class AttemptRun:
         """
         try:
             known = self.explain(error)
+            self._note_sick(known)
         finally:  # whatever breaks in: the worker must not stay closed for an attempt that is over
             self._end()
             self._bid(rank.farewell(self.state))
@@ -300,6 +320,13 @@ class AttemptRun:
         closed = ", and the worker stays closed until the next attempt" if self.state.loads else ""
         text = f"{known.text}; whether version {self.state.version} is committed is not known here{closed}"
         return failure(self.epoch, known.who, known.phase, text, known.bucket)
+
+    def _note_sick(self, known: UpdateError) -> None:
+        """Leave the worker out for a lease where the attempt failed by it, and the policy allows that."""
+        is_own = self._number is not None and known.who.partition(" (")[0] == f"worker {self._number}"
+        if is_own and self.options.least is not None:
+            self.context.sick_until_s = time.monotonic() + (self.options.lease_s or 0.0)
+            self.context.why_sick = known.text
 
     def explain(self, error: BaseException) -> UpdateError:
         """The error that all ranks raise: the coordinator's if there is one, else this rank's own, reported to it."""
@@ -341,9 +368,7 @@ class AttemptRun:
         message = farewell.message
         try:
             with suppress(Exception):  # a worker that is gone or hangs learns the outcome in the next attempt
-                if isinstance(message, Commit):
-                    self.worker.ask(message, Status, FAREWELL_S, heed=False)
-                elif message is not None:
+                if message is not None:
                     self.worker.send(message)
                     if farewell.waits:
                         self.worker.await_status(FAREWELL_S)

@@ -12,6 +12,7 @@ from treadle.update.protocol.control import Kind
 from treadle.update.rank.broadcast import Broadcasts
 from treadle.update.rank.coordinator_client import CoordinatorClient
 from treadle.update.rank.inbox import Inbox
+from treadle.update.rank.lease_keeper import LeaseKeeper
 from treadle.update.rank.plans import Plans
 from treadle.update.rank.rank_buffers import RankBuffers
 from treadle.update.rank.source import WeightSource
@@ -26,8 +27,8 @@ HOST_BYTES = 1 << 30
 class UpdateRequest:
     """What a caller asks of one attempt; all ranks must ask for the same.
 
-    `changed` and `base` restrict an update to some tensors, where all workers serve version `base`. `takeover` and
-    `new_set` are what the caller vouches for: see `Updater`.
+    `changed` and `base` restrict an update to some tensors, where all workers serve version `base`. `takeover` is
+    what the caller vouches for: see `Updater`.
     """
 
     kind: Kind
@@ -36,7 +37,6 @@ class UpdateRequest:
     changed: tuple[str, ...] | None = None
     base: int | None = None
     takeover: bool = False
-    new_set: bool = False
 
 
 @dataclass
@@ -62,6 +62,11 @@ class RankContext:
     compare_turn: int | None = None
     """Which blocks the last comparison of sources looked at. Starts at the first attempt's number, so that a restarted
     process goes on with other blocks."""
+    keeper: LeaseKeeper | None = None
+    """Of the worker's lease, where leases end."""
+    sick_until_s: float = 0.0
+    """Until when this rank leaves its worker out, as an attempt failed by it (monotonic)."""
+    why_sick: str = ""
 
     @property
     def worker(self) -> WorkerClient:

@@ -6,12 +6,13 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from treadle.update.errors import UpdateError, failure
-from treadle.update.protocol.control import Enter, Fault, FromCoordinator, Go, Join, Joined, Phase, Stop
-from treadle.update.protocol.update_messages import PROTOCOL
+from treadle.update.protocol.control import Enter, Fault, FromCoordinator, Go, Join, Joined, Phase, Report, Stop
+from treadle.update.protocol.update_messages import PROTOCOL, Grant
 from treadle.update.rank.inbox import Inbox, read_into
 from treadle.update.rank.rendezvous import Rendezvous
 from treadle.update.update_options import UpdateOptions
@@ -36,6 +37,8 @@ class CoordinatorClient:
         self._stopping = threading.Lock()
         self.lost = self._met = False
         self.why_lost = ""
+        self.granted: Callable[[Grant], None] = lambda grant: None
+        """Hears the leases that are granted, in the thread that reads."""
         join = Join(PROTOCOL, rank, world, os.getpid(), socket.gethostname())
         self._link, self.name = _join(rendezvous, join, options.deadline_s)
         read_into(inbox, "coordinator", self._link, self._take, self._gone)
@@ -46,6 +49,9 @@ class CoordinatorClient:
                 if message.epoch in (0, self.epoch):
                     self.stop = message
                     self.inbox.fail(UpdateError(message.fault, committed=message.committed))
+            return True
+        if isinstance(message, Grant):
+            self.granted(message)
             return True
         if isinstance(message, Go) and not self.epoch:
             self.epoch, self._met = message.epoch, True  # at once: the next message may belong to this attempt
@@ -69,6 +75,10 @@ class CoordinatorClient:
             self.inbox.wait_bad(WHY_S)  # the reading thread may be about to learn why
             raise self.inbox.bad or failure(self.epoch, self.name, phase, f"lost: {error}") from error
 
+    def report_status(self, report: Report) -> None:
+        """Report how the worker stands. Raises OSError where the coordinator is gone."""
+        self._link.send(report)
+
     def report(self, message: Fault | Enter) -> None:
         """Report a fault, or an entry with one, if the coordinator is still there."""
         with suppress(OSError):
@@ -77,7 +87,7 @@ class CoordinatorClient:
     def hear(self, kinds: tuple[type[Any], ...], phase: Phase) -> FromCoordinator:
         """Return the next message. Raises UpdateError where it is late, or of another kind."""
         try:
-            message = self._next(self.options.phase_s + 3)
+            message = self._next(self.options.phase_s + 2 * (self.options.lease_s or 0.0) + 3)
         except (TimeoutError, PeerGoneError) as error:
             raise failure(self.epoch, self.name, phase, str(error)) from error
         if not isinstance(message, kinds):

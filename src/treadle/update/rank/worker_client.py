@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from treadle.host.errors import TreadleError
-from treadle.host.sockets import connect, place_of
+from treadle.host.sockets import place_of
 from treadle.update.errors import UpdateError, failure
 from treadle.update.memory.ipc_buffers import Buffer
 from treadle.update.protocol.catalogue import check_layout, layout_digest
-from treadle.update.protocol.control import Fault, Go, Phase
+from treadle.update.protocol.control import Fault, Phase
 from treadle.update.protocol.update_messages import (
     MOST_PLANS,
     PROTOCOL,
@@ -26,14 +26,12 @@ from treadle.update.protocol.update_messages import (
     Mapped,
     Planned,
     Refused,
-    Settle,
     Status,
     TakePlan,
     WeightLayout,
     Welcome,
 )
 from treadle.update.rank.inbox import Inbox, read_into
-from treadle.update.update_options import UpdateOptions
 from treadle.update.worker.endpoint import worker_path
 from treadle.wire.errors import PeerGoneError, WireError
 from treadle.wire.link import Link
@@ -236,31 +234,6 @@ class WorkerRefusedError(TreadleError):
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.text)
         self.refused = refused
-
-
-def dismiss(directory: Path, workers: Sequence[int], go: Go, options: UpdateOptions) -> tuple[int, ...]:
-    """Close workers that left the set, as far as they listen in this directory; those that are closed now."""
-    settle = Settle(go.epoch, None, (), options.close, options.drain_s, go.log, go.took, go.takeover)
-    return tuple(worker for worker in workers if _close(worker_path(directory, worker), settle, options.phase_s))
-
-
-def _close(path: Path, settle: Settle, deadline_s: float) -> bool:
-    try:
-        link: Link[FromWorker] = Link(connect(path), FromWorker)
-    except OSError:
-        return False
-    try:
-        link.trust()
-        link.send(Hello(PROTOCOL, "update"))
-        if not isinstance(link.receive(deadline_s), Welcome):
-            return False
-        link.send(settle)
-        answer = link.receive(deadline_s)
-        return isinstance(answer, Status) and answer.state == "closed"
-    except (OSError, WireError):
-        return False
-    finally:
-        link.close()
 
 
 def blame(error: Exception, epoch: int, who: str, phase: Phase, bucket: int) -> UpdateError:

@@ -2,10 +2,11 @@
 
 An endpoint calls its adapter from one thread at a time, in this order:
 
-    close, begin, load (many times), finish, digest, invalidate, open
+    close, begin, load (many times), finish, digest, invalidate, lease, open
 
-`abort` may come at any point in between, `export` while the engine serves or before `close`, `layout` at any time. Each
-call may come again and must do no harm then. Each returns None, or what went wrong; an exception counts as that, too.
+`lease` may come at any time, from another thread, too; `abort` at any point in between, `export` while the engine
+serves or before `close`, `layout` at any time. Each call may come again and must do no harm then. Each returns None, or
+what went wrong; an exception counts as that, too.
 """
 
 from __future__ import annotations
@@ -60,6 +61,10 @@ class Adapter(Protocol):
 
     def invalidate(self) -> str | None:
         """Drop what was computed with other weights: prefix, key-value and any other caches."""
+        ...
+
+    def lease(self, until_ns: int | None) -> str | None:
+        """Serve no later than this (`boot_ns`), None for without end: no request enters, and no answer leaves then."""
         ...
 
     def open(self, version: int) -> str | None:

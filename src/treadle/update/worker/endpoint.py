@@ -15,6 +15,7 @@ from treadle.update.protocol.update_messages import (
     Ask,
     FromWorker,
     GetStatus,
+    Grant,
     Hello,
     Map,
     Refused,
@@ -53,8 +54,9 @@ class Endpoint:
     """Listens for one worker until it is closed.
 
     `answer(body)` serves Ask: it returns the version that answered, and the answer. `spill` is a directory for
-    `rollback="disk"`. One process at a time holds the worker's slot, and only it serves: where another process has put
-    its socket at this path, this endpoint closes the engine and releases the slot, which the other then takes.
+    `rollback="disk"`. `replica` is the number of the first worker of its engine, where that has several. One process at
+    a time holds the worker's slot, and only it serves: where another process has put its socket at this path, this
+    endpoint closes the engine and releases the slot, which the other then takes.
     """
 
     def __init__(
@@ -65,8 +67,9 @@ class Endpoint:
         *,
         answer: Answering | None = None,
         spill: Path | None = None,
+        replica: int | None = None,
     ) -> None:
-        self.worker = Worker(adapter, worker, spill)
+        self.worker = Worker(adapter, worker, spill, replica)
         self.answer = answer
         self.path = worker_path(directory, worker)
         self._listener = listen_at_path(self.path, ToWorker)
@@ -148,6 +151,8 @@ class Endpoint:
         with self._guard:
             if not self._listener.discard(link):
                 raise PeerGoneError("closed as the oldest of too many that had not said who they are")
+            if hello.role == "lease":  # one for each update rank
+                return
             if hello.role != "update":
                 if len(self._askers) >= MOST_ASKERS:
                     raise PeerGoneError(f"{MOST_ASKERS} others ask this worker; close connections, or share one")
@@ -163,6 +168,8 @@ class Endpoint:
             return self.worker.status
         if isinstance(message, Ask):
             return self._ask(message)
+        if hello.role == "lease" and isinstance(message, Grant):
+            return self.worker.renew(message)
         if hello.role != "update":
             raise WireError(f"{type(message).__name__} comes from update ranks only")
         if self._master is not link:

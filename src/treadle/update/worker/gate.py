@@ -1,4 +1,7 @@
-"""The gate in front of an engine: requests pass while it is open; an update closes it and waits for them."""
+"""The gate in front of an engine: requests pass while it is open; an update closes it and waits for them.
+
+A lease bounds the time in which it is open. It is looked at when a request enters and before its answer leaves.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from treadle.host.boot_clock import boot_ns
 from treadle.host.errors import TreadleError
 
 
@@ -19,13 +23,14 @@ class Gate:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._version: int | None = None
+        self._until_ns: int | None = None
         self._inside = 0
         self._hurry = False
 
     @property
     def version(self) -> int | None:
-        """The version served; None while closed."""
-        return self._version
+        """The version served; None while closed, or once the lease is over."""
+        return self._version if not self._is_over() else None
 
     @property
     def inside(self) -> int:
@@ -39,10 +44,14 @@ class Gate:
 
     @contextmanager
     def serving(self) -> Iterator[int]:
-        """Pass the gate with a request; yields the version that answers it. Raises ClosedError."""
+        """Pass the gate with a request; yields the version that answers it.
+
+        Raises ClosedError where it is closed, and at the end where its lease is over: the answer must not leave.
+        """
         with self._changed:
             if self._version is None:
                 raise ClosedError("closed for an update, or waiting for its first; try again")
+            self._refuse_late()
             version = self._version
             self._inside += 1
         try:
@@ -51,6 +60,20 @@ class Gate:
             with self._changed:
                 self._inside -= 1
                 self._changed.notify_all()
+        self._refuse_late()
+
+    def _is_over(self) -> bool:
+        return self._until_ns is not None and boot_ns() >= self._until_ns
+
+    def _refuse_late(self) -> None:
+        if self._is_over():
+            raise ClosedError("its lease is over: the update ranks have not been heard; try again, or ask another one")
+
+    def lease(self, until_ns: int | None) -> None:
+        """Set until when a version may be served (`boot_ns`); None for without end."""
+        with self._changed:
+            self._until_ns = until_ns
+            self._changed.notify_all()
 
     def close(self, how: str, deadline_s: float) -> str | None:
         """Let nobody in and wait for the requests inside; `how="abort"` asks them to end early.

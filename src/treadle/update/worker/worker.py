@@ -1,6 +1,6 @@
 """A worker's side of an update: it takes messages, and has its engine do what `protocol/worker.py` decides.
 
-Until it has voted (`prepared`), a worker may go back to the old version by itself: no version is committed without the
+Until it has voted (`staged`), a worker may go back to the old version by itself: no version is committed without the
 vote of every worker. From then on it stays closed until it learns the decision.
 """
 
@@ -17,20 +17,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from treadle.host.boot_clock import boot_ns
 from treadle.update.memory.copying import finish_copies
 from treadle.update.memory.ipc_buffers import Buffer, memory_of
 from treadle.update.protocol import worker_decisions as deciding
+from treadle.update.protocol.leases import Lease, extends, is_served, leased
 from treadle.update.protocol.update_messages import (
     MOST_PLANS,
-    Abort,
     Begin,
     Begun,
-    Commit,
     Export,
     Exported,
     Finish,
     FromWorker,
     GetLayout,
+    Grant,
     Load,
     Loaded,
     Map,
@@ -38,13 +39,12 @@ from treadle.update.protocol.update_messages import (
     Planned,
     Prepared,
     Refused,
-    Settle,
     Share,
     State,
     Status,
     TakePlan,
 )
-from treadle.update.protocol.worker_decisions import Act, MessageRefusedError, Moves, WorkerState
+from treadle.update.protocol.worker_decisions import Act, Content, MessageRefusedError, Moves, WorkerState
 from treadle.update.worker.adapter import Adapter
 from treadle.update.worker.arrived_boxes import Arrival, Assembly, StagedArrivals
 from treadle.update.worker.rollback import RollbackCopy
@@ -59,9 +59,12 @@ BUSY_S = 2.0
 class Worker:
     """One engine and its state. `handle` takes a message and returns the answer; it never raises. Thread-safe."""
 
-    def __init__(self, adapter: Adapter, worker: int, spill: Path | None = None) -> None:
+    def __init__(self, adapter: Adapter, worker: int, spill: Path | None = None, replica: int | None = None) -> None:
         self.adapter, self.worker = adapter, worker
+        self.replica = replica if replica is not None else worker
         self.now = WorkerState(worker)
+        self.lease = Lease()
+        self._leasing = threading.Lock()
         self.incarnation = secrets.token_hex(8)
         self.slot = ""
         self.before: Callable[[], int] = lambda: 0
@@ -88,29 +91,28 @@ class Worker:
         }
         self._steps: dict[type[Any], Callable[[Any], FromWorker]] = {
             GetLayout: lambda _: self.adapter.layout(),
-            Settle: self._settle,
+            Grant: self._grant,
             TakePlan: self._take_plan,
             Begin: self._begin,
             Load: self._load,
             Export: self._export,
             Finish: self._finish,
-            Commit: self._commit,
-            Abort: self._abort,
         }
 
     @property
     def state(self) -> State:
-        """One of closed, loading, prepared and serving."""
+        """One of lapsed, loading, staged and serving."""
         return self.now.state
 
     @property
     def status(self) -> Status:
         """The worker's state as a message."""
-        now = self.now
+        now, stamp_ns = self.now, boot_ns()
+        lapsed = now.state == "serving" and not is_served(now, self.lease, stamp_ns)
         return Status(
             self.worker,
             os.getpid(),
-            now.state,
+            "lapsed" if lapsed else now.state,
             now.version,
             now.epoch,
             self.rollbacks,
@@ -122,6 +124,10 @@ class Worker:
             holds_slot=now.holds_slot,
             before=0 if now.holds_slot else self.before(),
             host=socket.gethostname(),
+            replica=self.replica,
+            staged=now.epoch if now.state == "staged" else 0,
+            stamp_ns=stamp_ns,
+            term=self.lease.term if self.lease.log == now.bound else 0,
         )
 
     def handle(self, message: Any) -> FromWorker:
@@ -133,6 +139,22 @@ class Worker:
         if isinstance(answer, Refused):
             return Refused(answer.code, answer.text, getattr(message, "epoch", 0))
         return answer
+
+    def renew(self, message: Grant) -> FromWorker:
+        """Take a grant beside an attempt: extend the lease on what is served, whatever else is under way."""
+        with self._leasing:
+            if extends(self.now, message):
+                try:
+                    self._take_lease(self.now.held, message)
+                except MessageRefusedError as refusal:
+                    return Refused(refusal.code, str(refusal), message.epoch)
+                return self.status
+        return self.handle(message)
+
+    def _take_lease(self, held: Content | None, message: Grant) -> None:
+        """Take the lease on what is held after a grant; `_leasing` is held."""
+        self.lease = leased(self.lease, held, message)
+        self._do(self.adapter.lease(self.lease.until(held)))
 
     def map(self, message: Map, fds: list[int]) -> FromWorker:
         """Map the buffers; takes ownership of the file descriptors."""
@@ -197,8 +219,14 @@ class Worker:
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def _settle(self, message: Settle) -> FromWorker:
-        moves = deciding.settle(self.now, message, can_restore=self._rollback.can_restore)
+    def _grant(self, message: Grant) -> FromWorker:
+        leased(self.lease, None, message)  # before anything is done: an old coordinator is refused
+        moves = deciding.grant(self.now, message, can_restore=self._rollback.can_restore)
+        if moves[1].state == "serving":
+            with self._leasing:
+                self._take_lease(moves[1].held, message)
+        else:  # requests inside may end, then nothing is served
+            self.lease = leased(self.lease, None, message)
         self._make(moves, lambda: self.adapter.close(message.close, message.drain_s))
         return self.status
 
@@ -280,7 +308,7 @@ class Worker:
         return Exported(message.epoch, message.bucket)
 
     def _finish(self, message: Finish) -> FromWorker:
-        moves, prepared = deciding.finish(self.now, message)
+        moves, staged = deciding.finish(self.now, message)
         begun = self.now.begun
         assert begun is not None
         if moves:
@@ -291,16 +319,8 @@ class Worker:
                 )
             self._do(self.adapter.finish())
             self._held = self.adapter.digest() if begun.checked else ""
-            self.now = prepared
+            self.now = staged
         return Prepared(message.epoch, begun.version, self._held)
-
-    def _commit(self, message: Commit) -> FromWorker:
-        self._make(deciding.commit(self.now, message))
-        return self.status
-
-    def _abort(self, message: Abort) -> FromWorker:
-        self._make(deciding.abort(self.now, message, can_restore=self._rollback.can_restore))
-        return self.status
 
     # ---- moves of the engine -----------------------------------------------------------------------------------------
 

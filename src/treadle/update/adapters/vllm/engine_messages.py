@@ -1,6 +1,6 @@
 """The messages between a vLLM worker and its engine's process: one question at a time, one Reply each.
 
-worker -> replica  Attach, Shut, Forget, Serve
+worker -> replica  Attach, Shut, Forget, LeaseEnd, Serve
 replica -> worker  Reply
 """
 
@@ -29,6 +29,12 @@ class Forget(Message, frozen=True):
     """Reset caches of what was computed with other weights."""
 
 
+class LeaseEnd(Message, frozen=True):
+    """The worker's lease: what it serves may be served until then (`boot_ns`), None for without end."""
+
+    until_ns: int | None
+
+
 class Serve(Message, frozen=True):
     """The worker is ready to serve this version."""
 
@@ -41,4 +47,4 @@ class Reply(Message, frozen=True):
     error: str | None = None
 
 
-FromVllm: TypeAlias = Attach | Shut | Forget | Serve
+FromVllm: TypeAlias = Attach | Shut | Forget | LeaseEnd | Serve

@@ -27,7 +27,7 @@ def open_endpoint(model: Any, config: Any, directory: str, first: int = 0, check
     tensors = tuple(described(Path(checkpoint if checkpoint is not None else config.model_config.model)))
     place = Path(directory)
     adapter = Vllm(model, config, tensors, Line(replica_path(place, first), worker))
-    return Endpoint(adapter, place, worker, spill=place)
+    return Endpoint(adapter, place, worker, spill=place, replica=first)
 
 
 class Extension:

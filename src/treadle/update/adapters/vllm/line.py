@@ -21,6 +21,7 @@ class Line:
     """Asks the replica, one thread at a time. Errors are returned, not raised, except in the constructor."""
 
     def __init__(self, path: Path, worker: int, deadline_s: float = 30.0) -> None:
+        self.path, self.worker = path, worker
         self._link: Link[Reply] = Link(connect(path), Reply)
         error = self.ask(Attach(worker, os.getppid()), deadline_s)
         if error is not None:

@@ -1,8 +1,9 @@
 """A replica: one vLLM engine behind a gate, which is open while all of the engine's workers serve one version.
 
 Workers ask over a socket of their own: let nobody in (Shut), reset caches (Forget), open (Serve). The first Shut drains
-requests for all workers; the last Serve opens the gate (`phases.py`). A worker that ends takes the engine with it, and
-the gate is closed from that moment, long before vLLM would notice.
+requests for all workers; the last Serve opens the gate (`gate_phases.py`), which serves while the leases of all workers
+last (LeaseEnd). A worker that ends takes the engine with it, and the gate is closed from that moment, long before vLLM
+would notice.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from treadle.update.adapters.vllm.engine_messages import Attach, Forget, FromVllm, Serve, Shut
+from treadle.update.adapters.vllm.engine_messages import Attach, Forget, FromVllm, LeaseEnd, Serve, Shut
 from treadle.update.adapters.vllm.engines import Engine, within
 from treadle.update.adapters.vllm.gate_phases import GateEvent, GatePhase, after
 from treadle.update.adapters.vllm.leftovers import Leftovers
@@ -68,6 +69,7 @@ class Replica:
         self._changed = threading.Condition()
         self._phase = GatePhase.OPEN
         self._ready: dict[int, int] = {}  # the version that each worker is ready for
+        self._leases: dict[int, int | None] = {}  # until when each worker may serve; none: without end
         self._drained: Future[str | None] = Future()  # of the drain that is under way or was the last
         self._start = 0  # the number of the last start: an earlier one opens nothing any more
         self._failed: str | None = None
@@ -147,11 +149,20 @@ class Replica:
                 return self._shut(worker, message)
             elif isinstance(message, Forget):
                 within(ENGINE_S, "reset its caches", self.engine.forget)
+            elif isinstance(message, LeaseEnd):
+                self._hold(worker, message)
             else:
                 self._serve(worker, message)
         except Exception as error:  # vLLM's code may raise anything
             return f"{type(error).__name__}: {error}"
         return None
+
+    def _hold(self, worker: int, message: LeaseEnd) -> None:
+        """Keep the gate to the first end of its workers' leases."""
+        with self._changed:
+            self._leases[worker] = message.until_ns
+            self._gate.lease(min((until for until in self._leases.values() if until is not None), default=None))
+            self._changed.notify_all()
 
     def _move(self, event: GateEvent) -> None:
         """Go to the next phase; `_changed` is held."""

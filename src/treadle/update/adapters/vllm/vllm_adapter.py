@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from treadle.dist.streams import streams_of
-from treadle.update.adapters.vllm.engine_messages import Forget, Serve, Shut
+from treadle.update.adapters.vllm.engine_messages import Forget, LeaseEnd, Serve, Shut
 from treadle.update.adapters.vllm.line import Line
 from treadle.update.protocol.update_messages import WeightLayout
 from treadle.update.worker.arrived_boxes import Arrival, Leaving
@@ -34,6 +34,7 @@ class Vllm:
         self.device = next(model.parameters()).device
         wanted = tuple(Piece(t.name, Box.whole(t.shape)) for t in tensors)
         self._layout = WeightLayout(tuple(tensors), wanted, copies=int(streams_of(self.device) is not None))
+        self._lease_line: Line | None = None
         self._reloading = False
         self._came: set[str] = set()
 
@@ -92,6 +93,14 @@ class Vllm:
     def invalidate(self) -> str | None:
         """Reset the engine's caches. Otherwise tokens are wrong wherever a prefix is found in the cache."""
         return self.line.ask(Forget(), ANSWER_S)
+
+    def lease(self, until_ns: int | None) -> str | None:
+        """Tell the replica, over a line of its own: on the other one requests may be drained meanwhile."""
+        if self._lease_line is None:
+            if until_ns is None:
+                return None
+            self._lease_line = Line(self.line.path, self.line.worker)
+        return self._lease_line.ask(LeaseEnd(until_ns), ANSWER_S)
 
     def open(self, version: int) -> str | None:
         """Tell the replica that this worker is ready; its gate opens with the last worker."""

@@ -53,7 +53,6 @@ class TreadleTrainerInit(TrainerInitInfo):  # type: ignore[misc]
     """The least version of the next update, which is otherwise the one after the committed one."""
     options: UpdateOptions = field(default_factory=UpdateOptions)
     takeover: bool = False
-    new_set: bool = False
 
 
 class TreadleTrainer(TrainerWeightTransferEngine[TreadleTrainerInit]):  # type: ignore[misc]
@@ -88,7 +87,7 @@ class TreadleTrainer(TrainerWeightTransferEngine[TreadleTrainerInit]):  # type: 
         if init_info.rank == 0:
             world = RankWorld.host(size, init_info.address, init_info.port)
             orders = Orders(world)
-            orders.set_up(UpdateSetup(init_info.options, init_info.takeover, init_info.new_set))
+            orders.set_up(UpdateSetup(init_info.options, init_info.takeover))
             seat = Seat(init_info.address, world.port, init_info.num_trainers, size, init_info.key)
             client.init_weight_transfer_engine({"seat": msgspec.to_builtins(seat)})
         else:
@@ -102,7 +101,6 @@ class TreadleTrainer(TrainerWeightTransferEngine[TreadleTrainerInit]):  # type: 
             address=init_info.address if init_info.rank == 0 else None,
             options=init_info.options,
             takeover=init_info.takeover,
-            new_set=init_info.new_set,
             world=world,
         )
         rank = init_info.rank
