@@ -100,6 +100,10 @@ class SGLang:
         """Flush the server's cache."""
         return self._try(self.server.flush_cache)
 
+    def lease(self, until_ns: int | None) -> str | None:
+        """Refuse an end: the server answers by itself, and does not look at the time."""
+        return "SGLang cannot stop when a lease ends; update it without lease_s" if until_ns is not None else None
+
     def open(self, version: int) -> str | None:
         """Compare the checksum, and let requests in."""
         return self._try(lambda: self._open(version))
