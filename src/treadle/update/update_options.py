@@ -10,6 +10,7 @@ from treadle.weights.buffer_sizes import Memory
 from treadle.weights.chosen_plan import Transfer
 
 CompareSources: TypeAlias = Literal["sample", "all", "off"]
+Changed: TypeAlias = Literal["tensors", "elements"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,17 @@ class UpdateOptions:
     them, so that an error names the ranks, and the tensors among which the difference is.
     """
 
+    changed: Changed = "tensors"
+    """What of the tensors moves: all of them (`tensors`), or the elements that differ from those served (`elements`).
+
+    With `elements` each rank keeps a copy, in host memory, of what it sent of the committed version, and workers keep
+    what they overwrite in place of a whole rollback copy. All elements move where a rank or a worker lacks the
+    committed version: `Updated.notes` has the reason.
+    """
+
     def __post_init__(self) -> None:
+        if self.changed not in ("tensors", "elements"):
+            raise ValueError(f"changed is tensors or elements, got {self.changed!r}")
         if self.transfer not in ("auto", "broadcast", "targeted"):
             raise ValueError(f"transfer is auto, broadcast or targeted, got {self.transfer!r}")
         if self.rollback not in ("host", "disk", "none"):

@@ -17,7 +17,7 @@ import msgspec
 from treadle.weights.tensor_boxes import Piece, Tensor
 from treadle.weights.update_plan import Item, Take
 
-PROTOCOL = 10
+PROTOCOL = 11
 
 MOST_PLANS = 8
 """How many plans a worker keeps; it drops the oldest."""
@@ -100,7 +100,10 @@ class TakePlan(Message, frozen=True):
 
 
 class Begin(Message, frozen=True):
-    """Make a rollback copy, close, and get ready to load. `partial`: tensors outside of the plan stay as they are."""
+    """Make a rollback copy, close, and get ready to load. `partial`: tensors outside of the plan stay as they are.
+
+    `delta`: buckets have the elements that differ from the version that is served, which is the committed one.
+    """
 
     epoch: int
     version: int
@@ -111,14 +114,16 @@ class Begin(Message, frozen=True):
     checked: bool
     partial: bool
     log: str = ""
+    delta: bool = False
 
 
 class Load(Message, frozen=True):
-    """Load a bucket, which is in the buffer with that index."""
+    """Load a bucket, which is in the buffer with that index. Of a delta `delta_bytes` are there, 0 of a whole bucket."""
 
     epoch: int
     bucket: int
     buffer: int
+    delta_bytes: int = 0
 
 
 class Export(Message, frozen=True):
@@ -170,6 +175,7 @@ class Status(Message, frozen=True):
     `log` is the log that the worker belongs to; `origin` and `content` are the log and the attempt that made its
     version. `incarnation` is a random id, new for each endpoint. `slot` is the id of the worker's slot, which one
     process at a time holds (`holds_slot`); where this process does not, `before` is the pid of the one that does.
+    `base` is the plan whose boxes the worker keeps a copy of as they are served; empty where it has none.
     """
 
     worker: int
@@ -186,6 +192,7 @@ class Status(Message, frozen=True):
     holds_slot: bool = True
     before: int = 0
     host: str = ""
+    base: str = ""
 
 
 class Welcome(Message, frozen=True):
@@ -244,11 +251,15 @@ class Exported(Message, frozen=True):
 
 
 class Prepared(Message, frozen=True):
-    """The worker holds the version, whole, and does not serve it. `digest` is empty where the engine has none."""
+    """The worker holds the version, whole, and does not serve it. `digest` is empty where the engine has none.
+
+    `rollback_bytes` is the size of its rollback copy by now: that of a delta grows with each bucket.
+    """
 
     epoch: int
     version: int
     digest: str
+    rollback_bytes: int = 0
 
 
 class Answer(Message, frozen=True):

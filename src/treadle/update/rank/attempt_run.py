@@ -18,8 +18,10 @@ from treadle.update.protocol.rank import Action, AskWorker, AttemptDone, Farewel
 from treadle.update.protocol.update_messages import Begin, Begun, Commit, Finish, Prepared, Settle, Status, WeightLayout
 from treadle.update.rank.broadcast import BroadcastError
 from treadle.update.rank.bucket_loop import BucketLoop
+from treadle.update.rank.common_base import Lack, gather_lacks, why_all_move
 from treadle.update.rank.comparing import TieComparison
 from treadle.update.rank.context import RankContext, UpdateRequest
+from treadle.update.rank.delta_packing import delta_room
 from treadle.update.rank.load_phase import Loading
 from treadle.update.rank.plans import UnplannableError
 from treadle.update.rank.shares import Shares
@@ -55,6 +57,10 @@ class AttemptRun:
         self._shares: Shares | None = None
         self._ties: TieComparison | None = None
         self._rollback_bytes = 0
+        self._finds_changed = self.options.changed == "elements" and request.kind == "update"
+        self._why_all = ""
+        """Why all elements move where the options ask for changed ones."""
+        self._moved_bytes = 0
 
     @property
     def worker(self) -> WorkerClient:
@@ -86,6 +92,9 @@ class AttemptRun:
         with self._in("enter"):
             action: Action
             self.state, action = rank.heard(self.state, self._tell(TellCoordinator(self._enter(), (Go,))))
+            go = self.state.go
+            assert go is not None
+            self.context.share.settle(go.log, go.epochs)
         while not isinstance(action, AttemptDone):
             with self._in(self.phase):
                 match action:
@@ -99,7 +108,8 @@ class AttemptRun:
                         self.state, action = rank.worked(self.state, self._describe(asked))
                     # 4. Plan: every rank makes the same plan; it hands its worker the worker's part, and the buffers.
                     case Work("plan"):
-                        self.state, action = rank.worked(self.state, self._plan())
+                        digest = self._plan()
+                        self.state, action = rank.worked(self.state, digest, delta=self._all_have_a_base())
                     # 5. Begin: the worker makes its rollback copy, then closes.
                     case AskWorker(Begin() as message):
                         self.state, action = rank.answered(self.state, self._begin(message))
@@ -115,6 +125,8 @@ class AttemptRun:
                         self.state, action = rank.answered(self.state, self._commit(message))
                     case TellCoordinator():
                         self.state, action = rank.heard(self.state, self._tell(action))
+        if self.request.kind == "update":
+            self.context.share.settle(self.state.log, (self.epoch,))
         return self._updated()
 
     def _updated(self) -> Updated:
@@ -129,11 +141,11 @@ class AttemptRun:
         return Updated(
             self.state.version,
             self.epoch,
-            sum(bucket.size_bytes for bucket in shares.plan.buckets),
+            self._moved_bytes,
             self._rollback_bytes,
             rollbacks,
             self.seconds,
-            (*shares.plan.notes, *([why] if why else [])),
+            (*shares.plan.notes, *filter(None, (why, self._why_all))),
             shares,
             self.loop.times,
         )
@@ -199,13 +211,13 @@ class AttemptRun:
         """Make the plan and hand the worker its part; the plan's digest, which must be the same on all ranks."""
         context, layouts, deadline_s = self.context, self._layouts, self.options.deadline_s
         try:
-            shares = context.plans.of(layouts, self.options.transfer)
+            shares = context.plans.of(layouts, self.options.transfer, delta=self._finds_changed)
         except WireError as error:
             raise failure(self.epoch, self.coordinator.name, "plan", str(error)) from error
         except UnplannableError as error:
             raise failure(self.epoch, error.who, "plan", str(error)) from error
         self._ties = self._compare_ties(shares)
-        context.buffers.fit(shares)
+        context.buffers.fit(shares, delta_room(shares.plan) if self._finds_changed else 0)
         if self.state.speaks:
             exports = context.rank in layouts.holds
             name = shares.name(exports=exports)
@@ -213,6 +225,35 @@ class AttemptRun:
             self.worker.map(context.buffers.all, context.device.type, deadline_s)
         self._shares = shares
         return shares.digest
+
+    def _all_have_a_base(self) -> bool:
+        """Return whether changed elements move: all ranks and workers have the version that these are added to."""
+        shares, context = self._shares, self.context
+        assert shares is not None
+        if not self._finds_changed or not shares.plan.buckets:
+            return False
+        group = context.broadcasts.group_of(self._layouts.group, context.inbox).communicator
+        assert context.broadcasts.waiter is not None
+        world = context.broadcasts.world
+        lacks = gather_lacks(group, context.broadcasts.waiter.wait, self._lack(shares), world, context.device)
+        self._why_all = why_all_move(lacks)
+        return not self._why_all
+
+    def _lack(self, shares: Shares) -> Lack:
+        """What this rank or its worker lacks for an update by changed elements."""
+        status = self._status
+        sends = any(bucket.source == self.context.rank for bucket in shares.plan.buckets)
+        if sends and not self.context.share.holds(shares.digest):
+            return Lack.COPY
+        if self._ties is not None and self._ties.needs_arrivals:
+            return Lack.TIED
+        if not self.state.speaks:
+            return Lack.NOTHING
+        assert status is not None
+        if status.state != "serving":
+            return Lack.HELD
+        kept = status.base == shares.digest and self.options.rollback != "none"
+        return Lack.NOTHING if self.worker.can_export or kept else Lack.KEPT
 
     def _compare_ties(self, shares: Shares) -> TieComparison | None:
         """Compare names that engines have tied, before anything closes, as far as this rank has both."""
@@ -241,15 +282,30 @@ class AttemptRun:
 
     def _load(self) -> tuple[Sample, ...]:
         assert self._shares is not None
-        loading = Loading(self.context, self._shares, self._layouts, self.request.source, self.epoch, self._ties)
+        noted = self._finds_changed and self.request.source is not None
+        if noted:
+            self.context.share.begin(self.state.log, self.epoch, self._shares.digest)
+        loading = Loading(
+            self.context,
+            self._shares,
+            self._layouts,
+            self.request.source,
+            self.epoch,
+            self._ties,
+            delta=self.state.delta,
+            noted=noted,
+        )
         self.loop = loading.loop
         samples = loading.run(loads=self.state.loads)
+        self._moved_bytes = loading.moved_bytes
         if self._ties is not None:
             self._refuse_ties(self._ties, "load")
         return samples
 
     def _finish(self, message: Finish) -> Prepared:
-        return self.worker.ask(message, Prepared, self.options.deadline_s)
+        prepared = self.worker.ask(message, Prepared, self.options.deadline_s)
+        self._rollback_bytes = max(self._rollback_bytes, prepared.rollback_bytes)
+        return prepared
 
     def _commit(self, message: Commit) -> Status:
         self._status = self.worker.ask(message, Status, self.options.deadline_s)
@@ -292,6 +348,8 @@ class AttemptRun:
         """
         try:
             known = self.explain(error)
+            if known.corrupt:  # a worker may hold something else than this rank's copy
+                self.context.share.drop()
         finally:  # whatever breaks in: the worker must not stay closed for an attempt that is over
             self._end()
             self._bid(rank.farewell(self.state))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from treadle.update.protocol.control import Kind
 from treadle.update.rank.broadcast import Broadcasts
+from treadle.update.rank.committed_share import CommittedShare
 from treadle.update.rank.coordinator_client import CoordinatorClient
 from treadle.update.rank.inbox import Inbox
 from treadle.update.rank.plans import Plans
@@ -62,6 +63,7 @@ class RankContext:
     compare_turn: int | None = None
     """Which blocks the last comparison of sources looked at. Starts at the first attempt's number, so that a restarted
     process goes on with other blocks."""
+    share: CommittedShare = field(default_factory=CommittedShare)
 
     @property
     def worker(self) -> WorkerClient:

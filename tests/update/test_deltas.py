@@ -1,0 +1,229 @@
+"""Updates of changed elements between real processes: what arrives, what it takes, and what is left after faults."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.patience import PATIENT_S
+from tests.support.ranks import check, run_ranks
+from tests.support.update.changing import CompareElements, Mute, changing_source
+from tests.support.update.models import SMALL, model, served, trained
+from tests.support.update.workers import Asker, Trouble, Troubled, Workers
+from tests.update.test_separate_sets import CASES, Sets
+from tests.update.test_targeted import beside
+from treadle.update import UpdateError, UpdateOptions, Updater
+from treadle.weights.chosen_plan import Transfer
+from treadle.weights.layouts import Parallel, sharded
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = UpdateOptions(SMALL, deadline_s=PATIENT_S, drain_s=1, changed="elements")
+TENSORS = model(4, 64)
+LAYOUTS = {
+    "PP2 x EP2 into TP4": beside(trained(TENSORS, 4), served(TENSORS)),
+    "FSDP2 into 2 x TP2": beside(
+        sharded(TENSORS, 4), Parallel(tp=2, replicas=2, dim=lambda name: 0 if "norm" in name else 1).holding(TENSORS)
+    ),
+    "two trainers, three workers": CASES["two trainers, three workers"],
+}
+
+
+@dataclass(frozen=True)
+class Told:
+    """What became of an attempt: the version that is committed now, the bytes that moved, the rollback copy's."""
+
+    committed: int
+    moved_bytes: int = 0
+    rollback_bytes: int = 0
+    notes: str = ""
+    error: str = ""
+
+
+def bring(updater: Updater, sets: Sets, rank: int, version: int, committed: int, rate: float = 0.01) -> Told:
+    at = sets.sources[rank]
+    try:
+        done = updater.update(changing_source(sets.have, at, version, rate) if at is not None else None, version)
+    except UpdateError as error:
+        return Told(version if error.committed else committed, error=str(error))
+    return Told(version, done.size_bytes, done.rollback_bytes, " ".join(done.notes))
+
+
+def series(
+    rank: int, places: tuple[Path, Path], sets: Sets, options: UpdateOptions, versions: Sequence[int], rate: float
+) -> list[Told]:
+    with Updater(places[0], ledger=places[1], worker=sets.speaks[rank], options=options) as updater:
+        return [bring(updater, sets, rank, version, 0, rate) for version in versions]
+
+
+@pytest.mark.parametrize("transfer", ["broadcast", "targeted"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_changed_elements_move_and_no_others(name: str, transfer: Transfer) -> None:
+    sets = LAYOUTS[name]
+    with Workers(sets.want) as workers:
+        options = replace(OPTIONS, transfer=transfer)
+        args = (workers.sockets, workers.ledger), sets, options, [1, 2, 3], 0.01
+        for first, *others in check(run_ranks(len(sets.speaks), series, *args)):
+            assert "all elements move: update ranks" in first.notes
+            for told in others:
+                assert not told.error
+                assert "all elements move" not in told.notes
+                assert 0 < told.moved_bytes < 0.06 * first.moved_bytes
+                assert told.rollback_bytes < 0.06 * first.moved_bytes
+        for worker in workers.processes:
+            assert workers.tell(worker, CompareElements(3)) == []
+
+
+@pytest.mark.parametrize(("rate", "most"), [(0.0, 0.02), (0.1, 0.2), (1.0, 1.02)])
+def test_whatever_part_has_changed(rate: float, most: float) -> None:
+    sets = LAYOUTS["PP2 x EP2 into TP4"]
+    with Workers(sets.want) as workers:
+        args = (workers.sockets, workers.ledger), sets, replace(OPTIONS, rollback="disk"), [1, 2, 3], rate
+        for first, *others in check(run_ranks(4, series, *args)):
+            assert all(told.moved_bytes < most * first.moved_bytes for told in others)
+        for worker in workers.processes:
+            assert workers.tell(worker, CompareElements(3, rate)) == []
+
+
+# ---- faults between deltas -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An attempt, and the fault of a worker in it. `recovers`: that one is started again, and filled by its peers."""
+
+    trouble: Trouble | None = None
+    worker: int = 1
+    recovers: bool = False
+    whole: bool = False
+    """All elements are expected to move."""
+
+
+GOOD = Turn()
+TURNS = [
+    Turn(whole=True),
+    GOOD,
+    Turn(Trouble("tear", "load", 2)),
+    GOOD,
+    Turn(Trouble("raise", "finish"), worker=2),
+    Turn(Trouble("raise", "finish"), worker=0),
+    GOOD,
+    Turn(Trouble("kill", "load", 1), recovers=True),
+    GOOD,
+    Turn(Trouble("kill", "finish"), worker=3, recovers=True),
+    GOOD,
+    Turn(Trouble("raise", "open"), worker=2, recovers=True),
+    GOOD,
+]
+
+
+def turns(rank: int, places: tuple[Path, Path, Path], sets: Sets, options: UpdateOptions, told: list[Turn]) -> None:
+    """One version a turn. Between turns ranks wait for a word, while workers are looked at and armed."""
+    flags, committed = places[2], 0
+    with Updater(places[0], ledger=places[1], options=options) as updater:
+        for number, turn in enumerate(told):
+            _await(flags / f"go {number}")
+            done = bring(updater, sets, rank, number + 1, committed)
+            assert bool(done.error) == (turn.trouble is not None), done
+            committed = done.committed
+            if not done.error:
+                assert ("all elements move" in done.notes) == turn.whole, done
+            _note(flags / f"done {number} {rank}", done)
+            if turn.recovers:
+                _await(flags / f"restarted {number}")
+                assert updater.recover().version == committed
+                _note(flags / f"recovered {number} {rank}", done)
+
+
+def _note(path: Path, told: Told) -> None:
+    made = path.with_suffix(".made")
+    made.write_text(json.dumps([told.committed, told.error]))
+    made.rename(path)
+
+
+def _await(path: Path) -> None:
+    until = time.monotonic() + PATIENT_S
+    while not path.exists():
+        assert time.monotonic() < until, f"{path.name} did not come"
+        time.sleep(0.01)
+
+
+def _all_told(flags: Path, what: str) -> list[Any]:
+    paths = [flags / f"{what} {rank}" for rank in range(4)]
+    for path in paths:
+        _await(path)
+    return [json.loads(path.read_text()) for path in paths]
+
+
+def lead(workers: Workers, told: list[Turn], wrong: list[str]) -> None:
+    """Arm a worker before each turn, and look at all of them after each answer."""
+    flags = workers.directory
+    for number, turn in enumerate(told):
+        if turn.trouble is not None:
+            workers.tell(turn.worker, turn.trouble)
+        (flags / f"go {number}").touch()
+        answers = _all_told(flags, f"done {number}")
+        committed = {version for version, _ in answers}
+        wrong += [] if len(committed) == 1 else [f"turn {number}: ranks say {answers}"]
+        wrong += looked_at(workers, number, max(committed), gone=turn.worker if turn.recovers else -1)
+        if turn.recovers:
+            workers.restart(turn.worker)
+            (flags / f"restarted {number}").touch()
+            _all_told(flags, f"recovered {number}")
+            wrong += looked_at(workers, number, max(committed), gone=-1)
+
+
+def looked_at(workers: Workers, number: int, committed: int, *, gone: int) -> list[str]:
+    """What is wrong with the workers: each that serves must serve the committed version, bit for bit."""
+    wrong = []
+    for worker in workers.processes:
+        if worker == gone:
+            continue
+        asker = Asker(workers.sockets, worker)
+        status = asker.status()
+        asker.close()
+        if (status.state, status.version) != ("serving", committed):
+            wrong.append(f"turn {number}: worker {worker} is {status.state} with {status.version}, not {committed}")
+        different = workers.tell(worker, CompareElements(committed))
+        wrong += [f"turn {number}: worker {worker} differs in {different}"] if different else []
+    return wrong
+
+
+@pytest.mark.parametrize("transfer", ["broadcast", "targeted"])
+def test_after_each_fault_workers_hold_the_committed_version(transfer: Transfer) -> None:
+    sets = LAYOUTS["FSDP2 into 2 x TP2"]  # a worker that started again has a peer
+    play(sets, TURNS, replace(OPTIONS, transfer=transfer), Troubled)
+
+
+def play(sets: Sets, told: list[Turn], options: UpdateOptions, kind: type[Troubled]) -> None:
+    with Workers(sets.want, kind) as workers:
+        wrong: list[str] = []
+        leading = threading.Thread(target=lead, args=(workers, told, wrong), daemon=True)
+        leading.start()
+        places = workers.sockets, workers.ledger, workers.directory
+        check(run_ranks(4, turns, places, sets, options, told))
+        leading.join(PATIENT_S)
+        assert not leading.is_alive()
+        assert wrong == []
+
+
+MUTE_TURNS = [
+    Turn(whole=True),
+    GOOD,
+    Turn(Trouble("tear", "load", 2)),
+    GOOD,
+    Turn(Trouble("raise", "finish"), worker=2),
+    GOOD,
+    GOOD,
+]
+
+
+def test_an_engine_that_cannot_export_reloads_from_the_copy_of_what_it_serves() -> None:
+    play(LAYOUTS["PP2 x EP2 into TP4"], MUTE_TURNS, OPTIONS, Mute)
