@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treadle.update.memory.changed_elements import BLOCK, Run, encode, patch, room_for
+from treadle.update.memory.changed_elements import BLOCK, ElementRun, encode, patch, room_for
 from treadle.weights.tensor_boxes import ITEMSIZE
 
 KINDS = sorted(ITEMSIZE)
@@ -18,7 +18,7 @@ def memory(size_bytes: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size_bytes, dtype=np.uint8))
 
 
-def change(raw: torch.Tensor, runs: list[Run], rate: float, seed: int) -> torch.Tensor:
+def change(raw: torch.Tensor, runs: list[ElementRun], rate: float, seed: int) -> torch.Tensor:
     """Other elements at some places, each of them different in one bit at least."""
     made, rng = raw.clone(), np.random.default_rng(seed)
     for offset, num, itemsize in runs:
@@ -29,19 +29,21 @@ def change(raw: torch.Tensor, runs: list[Run], rate: float, seed: int) -> torch.
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[list[Run], int]:
+def layouts(draw: st.DrawFn) -> tuple[list[ElementRun], int]:
     """Runs of all dtypes, each at a multiple of 64 bytes, and the size of the memory."""
     runs, at = [], 0
     for kind in draw(st.lists(st.sampled_from(KINDS), max_size=4)):
         num = draw(st.sampled_from([0, 1, 2, 7, 63, 1001, BLOCK - 1, BLOCK, BLOCK + 1]))
-        runs.append(Run(at, num, ITEMSIZE[kind]))
+        runs.append(ElementRun(at, num, ITEMSIZE[kind]))
         at += -(-num * ITEMSIZE[kind] // 64) * 64
     return runs, at
 
 
 @settings(max_examples=60, deadline=None)
 @given(layouts(), st.sampled_from([0.0, 0.0005, 0.01, 0.055, 0.07, 0.3, 0.9, 1.0]), st.integers(0, 1000))
-def test_a_stream_brings_what_differs_and_goes_back(layout: tuple[list[Run], int], rate: float, seed: int) -> None:
+def test_a_stream_brings_what_differs_and_goes_back(
+    layout: tuple[list[ElementRun], int], rate: float, seed: int
+) -> None:
     runs, size_bytes = layout
     old = memory(size_bytes, seed)
     new = change(old, runs, rate, seed + 1)
@@ -62,7 +64,7 @@ def test_a_stream_brings_what_differs_and_goes_back(layout: tuple[list[Run], int
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
 def test_a_stream_is_as_small_as_the_smallest_form(rate: float, itemsize: int) -> None:
     num = 3 * BLOCK
-    runs = [Run(0, num, itemsize)]
+    runs = [ElementRun(0, num, itemsize)]
     old = memory(num * itemsize, 1)
     new = change(old, runs, rate, 2)
     changed = int((old.view(num, itemsize) != new.view(num, itemsize)).any(1).sum())
@@ -76,17 +78,17 @@ def test_bits_are_compared_and_not_numbers() -> None:
     bits[0] = -(2**31)  # -0.0, which equals 0.0
     bits[1] ^= 1  # another payload; the other NaN stays, and does not equal itself
     new = bits.view(torch.float32)
-    stream = encode(old.view(torch.uint8), new.view(torch.uint8), [Run(0, 4, 4)])
+    stream = encode(old.view(torch.uint8), new.view(torch.uint8), [ElementRun(0, 4, 4)])
     held = old.clone()
     patch(held.view(torch.uint8), stream)
     assert torch.equal(held.view(torch.int32), bits)
-    same = encode(old.view(torch.uint8), old.clone().view(torch.uint8), [Run(0, 4, 4)])
+    same = encode(old.view(torch.uint8), old.clone().view(torch.uint8), [ElementRun(0, 4, 4)])
     assert len(same) == 8, "no block"
 
 
 def test_a_change_of_elements_already_there_is_no_harm() -> None:
     """The way back of a load that broke off: some elements are new, some are old."""
-    runs = [Run(0, 5000, 2)]
+    runs = [ElementRun(0, 5000, 2)]
     old = memory(10_000, 3)
     new = change(old, runs, 0.05, 4)
     stream, held = encode(old, new, runs), old.clone()
@@ -98,7 +100,7 @@ def test_a_change_of_elements_already_there_is_no_harm() -> None:
 
 def test_a_malformed_stream_is_refused() -> None:
     old = memory(4096, 5)
-    stream = encode(old, change(old, [Run(0, 1024, 4)], 0.05, 6), [Run(0, 1024, 4)])
+    stream = encode(old, change(old, [ElementRun(0, 1024, 4)], 0.05, 6), [ElementRun(0, 1024, 4)])
     patch(old.clone(), stream)
     rng, refused = np.random.default_rng(7), 0
     for cut in (0, 3, 8, 20, len(stream) - 8):

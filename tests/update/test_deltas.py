@@ -7,19 +7,25 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
-from tests.support.update.changing import CompareElements, Mute, changing_source
+from tests.support.update.changing import CompareElements, Mute, changing_source, right_elements
+from tests.support.update.crashes import Crash, arm
+from tests.support.update.faults import Watcher, mixtures
 from tests.support.update.models import SMALL, model, served, trained
 from tests.support.update.workers import Asker, Trouble, Troubled, Workers
 from tests.update.test_separate_sets import CASES, Sets
+from tests.update.test_sources import Wrong, replicas
 from tests.update.test_targeted import beside
 from treadle.update import UpdateError, UpdateOptions, Updater
+from treadle.update.memory.copying import opaque
 from treadle.weights.chosen_plan import Transfer
 from treadle.weights.layouts import Parallel, sharded
 
@@ -227,3 +233,110 @@ MUTE_TURNS = [
 
 def test_an_engine_that_cannot_export_reloads_from_the_copy_of_what_it_serves() -> None:
     play(LAYOUTS["PP2 x EP2 into TP4"], MUTE_TURNS, OPTIONS, Mute)
+
+
+# ---- ranks that are lost, copies that are wrong ----------------------------------------------------------------------
+
+
+def crashing(
+    rank: int, places: tuple[Path, Path], sets: Sets, options: UpdateOptions, crash: Crash, marks: Path
+) -> list[Told]:
+    """Two good versions, and a third one in which a rank is killed."""
+    with Updater(places[0], ledger=places[1], options=options) as updater:
+        told = [bring(updater, sets, rank, version, 0) for version in (1, 2)]
+        arm(updater, crash, None, marks)
+        return [*told, bring(updater, sets, rank, 3, 2)]
+
+
+@pytest.mark.parametrize(
+    "crash",
+    [
+        Crash(2, "after", "settle"),
+        Crash(1, "bucket", bucket=1),
+        Crash(3, "after", "finish"),
+        Crash(0, "before commit"),
+        Crash(0, "after commit"),
+    ],
+    ids=str,
+)
+def test_a_rank_is_killed_amid_a_delta(crash: Crash) -> None:
+    sets, transfer = LAYOUTS["FSDP2 into 2 x TP2"], "targeted" if crash.rank % 2 else "broadcast"
+    options = replace(OPTIONS, transfer=transfer)  # type: ignore[arg-type]
+
+    @cache
+    def right(worker: int, version: int) -> str:
+        return right_elements(sets.want, worker, version)
+
+    with Workers(sets.want) as workers:
+        places = workers.sockets, workers.ledger
+        with Watcher(workers) as watcher:
+            marks = workers.directory / "mark"
+            outcomes = run_ranks(4, crashing, places, sets, options, crash, marks)
+            assert [outcome.rank for outcome in outcomes if not outcome.ok] == [crash.rank], outcomes
+            assert all(outcome.value[-1].error for outcome in outcomes if outcome.value), outcomes
+            for first, second in check(run_ranks(4, series, places, sets, options, [5, 6], 0.01)):
+                assert "all elements move" in first.notes
+                assert "all elements move" not in second.notes
+        assert not mixtures(watcher.seen, right)
+        for worker in workers.processes:
+            assert workers.tell(worker, CompareElements(6)) == []
+
+
+def spoil(adapter: Troubled) -> None:
+    """Change an element of an engine without an update."""
+    opaque(adapter.held["embed"]).reshape(-1)[3] ^= 1
+
+
+def spoiled(rank: int, places: tuple[Path, Path, Path], sets: Sets, options: UpdateOptions) -> list[Told]:
+    with Updater(places[0], ledger=places[1], options=options) as updater:
+        told = [bring(updater, sets, rank, 1, 0)]
+        (places[2] / f"brought {rank}").touch()
+        _await(places[2] / "spoiled")
+        return told + [bring(updater, sets, rank, version, 1) for version in (2, 3, 4)]
+
+
+def test_a_worker_that_holds_something_else_is_found_and_gets_all() -> None:
+    sets = LAYOUTS["FSDP2 into 2 x TP2"]
+    with Workers(sets.want) as workers:
+
+        def spoil_one() -> None:
+            for rank in range(4):
+                _await(workers.directory / f"brought {rank}")
+            workers.tell(2, spoil)
+            (workers.directory / "spoiled").touch()
+
+        threading.Thread(target=spoil_one, daemon=True).start()
+        places = workers.sockets, workers.ledger, workers.directory
+        for _, second, third, fourth in check(run_ranks(4, spoiled, places, sets, OPTIONS)):
+            assert "worker 2" in second.error
+            assert "differ from their source's" in second.error
+            assert "all elements move: update ranks 0, 1, 2, 3 have no copy" in third.notes
+            assert not fourth.error
+            assert "all elements move" not in fourth.notes
+        for worker in workers.processes:
+            assert workers.tell(worker, CompareElements(4)) == []
+
+
+def disagreeing(rank: int, places: tuple[Path, Path], sets: Sets, options: UpdateOptions) -> list[Told]:
+    """Replicas that differ in version 2."""
+    with Updater(places[0], ledger=places[1], options=options) as updater:
+        told = [bring(updater, sets, rank, 1, 0)]
+        try:
+            version = updater.update(Wrong(1, "large", whole=True).source(sets.have, rank, 2), 2).version
+            told.append(Told(version))
+        except UpdateError as error:
+            told.append(Told(1, error=str(error)))
+        dist.barrier()
+        return [*told, bring(updater, sets, rank, 3, 1)]
+
+
+def test_sources_are_compared_though_no_rank_sees_the_others_elements() -> None:
+    have, want = replicas(2)
+    sets = beside(have, want)
+    with Workers(want) as workers:
+        places = workers.sockets, workers.ledger
+        for _, second, third in check(run_ranks(2, disagreeing, places, sets, OPTIONS)):
+            assert "they hold different weights, all as version 2, in one or more of" in second.error
+            assert "all elements move" not in third.notes
+        for worker in workers.processes:
+            assert workers.tell(worker, CompareElements(3)) == []

@@ -64,8 +64,8 @@ class UpdatePlan(ShownInNotebooks):
     """Bucket i is broadcast i-th and goes into IPC buffer i % num_ipc; worker w takes `takes[w][i]` from it.
 
     `num_h2d` 0: a source copies straight into the IPC buffer that it will broadcast from. A targeted plan
-    (`num_targets` takers) has no `takes`: the `dest` of a bucket takes all of it. Where ranks do not see the elements of
-    other ranks' buckets, `shared` are the pieces that several ranks have, to be compared by themselves.
+    (`num_targets` takers) has no `takes`: the `dest` of a bucket takes all of it. Where ranks do not see the elements
+    of other ranks' buckets, `shared` are the pieces that several ranks have, to be compared by themselves.
     """
 
     tensors: dict[str, Tensor]

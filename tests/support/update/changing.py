@@ -12,6 +12,7 @@ import torch
 from tests.support.update.models import numbers
 from tests.support.update.workers import Troubled
 from treadle.update import Plain, Source
+from treadle.update.adapters.plain import digest_of
 from treadle.update.memory.copying import opaque
 from treadle.update.worker.arrived_boxes import Arrival, Leaving
 from treadle.weights.tensor_boxes import Box, Holding, Tensor
@@ -36,6 +37,15 @@ def changing_source(have: Holding, rank: int, version: int, rate: float = 0.01) 
         array = elements(have.tensors[piece.tensor], piece.box, version, rate)
         held[piece] = torch.from_numpy(array).view(torch.bfloat16)
     return Source(have.tensors, held)
+
+
+def right_elements(want: Holding, worker: int, version: int) -> str:
+    """The digest that a plain worker must have."""
+    held = {
+        piece.tensor: torch.from_numpy(elements(want.tensors[piece.tensor], piece.box, version))
+        for piece in want.pieces[worker]
+    }
+    return digest_of(held)
 
 
 @dataclass(frozen=True)

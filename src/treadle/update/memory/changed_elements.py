@@ -30,7 +30,7 @@ _HEADER = np.dtype([("offset", "u8"), ("num", "u4"), ("count", "u4"), ("itemsize
 Places = npt.NDArray[np.int64]
 
 
-class Run(NamedTuple):
+class ElementRun(NamedTuple):
     """Elements of one size that follow each other in a memory."""
 
     offset_bytes: int
@@ -48,12 +48,12 @@ class _Block(NamedTuple):
     values: slice
 
 
-def room_for(runs: Sequence[Run]) -> int:
+def room_for(runs: Sequence[ElementRun]) -> int:
     """Return the most bytes that a stream of these runs takes beside their elements."""
     return _ALIGN + sum(-(-run.num_elements // BLOCK) * (_HEADER.itemsize + _ALIGN) for run in runs)
 
 
-def encode(old: torch.Tensor, new: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
+def encode(old: torch.Tensor, new: torch.Tensor, runs: Sequence[ElementRun]) -> torch.Tensor:
     """Return the stream of the elements of `new` that differ from those of `old`; both are bytes on the host."""
     headers: list[tuple[int, int, int, int, int]] = []
     parts: list[Array] = []

@@ -18,7 +18,7 @@ from treadle.update.protocol.rank import Action, AskWorker, AttemptDone, Farewel
 from treadle.update.protocol.update_messages import Begin, Begun, Commit, Finish, Prepared, Settle, Status, WeightLayout
 from treadle.update.rank.broadcast import BroadcastError
 from treadle.update.rank.bucket_loop import BucketLoop
-from treadle.update.rank.common_base import Lack, gather_lacks, why_all_move
+from treadle.update.rank.common_base import MissingBase, gather_lacks, why_all_move
 from treadle.update.rank.comparing import TieComparison
 from treadle.update.rank.context import RankContext, UpdateRequest
 from treadle.update.rank.delta_packing import delta_room
@@ -239,21 +239,21 @@ class AttemptRun:
         self._why_all = why_all_move(lacks)
         return not self._why_all
 
-    def _lack(self, shares: Shares) -> Lack:
+    def _lack(self, shares: Shares) -> MissingBase:
         """What this rank or its worker lacks for an update by changed elements."""
         status = self._status
         sends = any(bucket.source == self.context.rank for bucket in shares.plan.buckets)
         if sends and not self.context.share.holds(shares.digest):
-            return Lack.COPY
+            return MissingBase.COPY
         if self._ties is not None and self._ties.needs_arrivals:
-            return Lack.TIED
+            return MissingBase.TIED
         if not self.state.speaks:
-            return Lack.NOTHING
+            return MissingBase.NOTHING
         assert status is not None
         if status.state != "serving":
-            return Lack.HELD
+            return MissingBase.HELD
         kept = status.base == shares.digest and self.options.rollback != "none"
-        return Lack.NOTHING if self.worker.can_export or kept else Lack.KEPT
+        return MissingBase.NOTHING if self.worker.can_export or kept else MissingBase.KEPT
 
     def _compare_ties(self, shares: Shares) -> TieComparison | None:
         """Compare names that engines have tied, before anything closes, as far as this rank has both."""

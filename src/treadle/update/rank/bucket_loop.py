@@ -62,8 +62,8 @@ class Where:
 class BucketLoop:
     """Moves one attempt's buckets on one rank. `compare(buffer, bucket)` sees each bucket of another rank.
 
-    Whole buckets have the plan's sizes. Of a delta `delta_bytes` gives those of this rank's buckets, once they are known,
-    and ranks tell each other theirs before a bucket moves.
+    Whole buckets have the plan's sizes. Of a delta `delta_bytes` gives those of this rank's buckets, once they are
+    encoded, and ranks exchange sizes before a bucket moves.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """What this rank has sent of the committed version: a copy in host memory, against which changed elements are found.
 
-An attempt notes what it sends: changed elements where the copy is of the same plan, else whole buckets. Which of the two
-is the committed version the log says, at the next attempt if not before: after an attempt that failed, the copy is what
-was committed, not what was sent last.
+An attempt notes what it sends: changed elements where the copy is of the same plan, else whole buckets. The log decides
+whether they enter the copy, at the next attempt if not before. After an attempt that failed the copy is what was
+committed, not what was sent last.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from treadle.update.memory.changed_elements import Run, encode, patch
+from treadle.update.memory.changed_elements import ElementRun, encode, patch
 
 
 @dataclass
@@ -57,7 +57,7 @@ class CommittedShare:
             self._copy = None
         self._sent = _Sent(log, epoch, plan, deltas=self._copy is not None)
 
-    def note(self, number: int, packed: torch.Tensor, runs: Sequence[Run]) -> torch.Tensor:
+    def note(self, number: int, packed: torch.Tensor, runs: Sequence[ElementRun]) -> torch.Tensor:
         """Note a bucket as it is sent; return its changed elements, or all of it where there is no copy."""
         assert self._sent is not None
         if self._sent.deltas:

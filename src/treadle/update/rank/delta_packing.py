@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 
 from treadle.host.pressure import short_of_cores
-from treadle.update.memory.changed_elements import Run, room_for
+from treadle.update.memory.changed_elements import ElementRun, room_for
 from treadle.update.memory.ipc_buffers import Buffer
 from treadle.update.rank.bucket_packing import Packer
 from treadle.update.rank.committed_share import CommittedShare
@@ -22,9 +22,9 @@ from treadle.weights.buffer_sizes import ALIGN, aligned
 from treadle.weights.update_plan import UpdatePlan
 
 
-def runs_of(plan: UpdatePlan, number: int) -> list[Run]:
+def runs_of(plan: UpdatePlan, number: int) -> list[ElementRun]:
     """A bucket's items as few runs. What lies between two items of a run is padding."""
-    runs: list[Run] = []
+    runs: list[ElementRun] = []
     for item in plan.buckets[number].items:
         itemsize = plan.tensors[item.piece.tensor].itemsize
         first, num = item.offset_bytes, item.piece.box.num_elements
@@ -34,7 +34,7 @@ def runs_of(plan: UpdatePlan, number: int) -> list[Run]:
             if 0 <= first - end < ALIGN:
                 runs[-1] = last._replace(num_elements=(first - last.offset_bytes) // itemsize + num)
                 continue
-        runs.append(Run(first, num, itemsize))
+        runs.append(ElementRun(first, num, itemsize))
     return runs
 
 

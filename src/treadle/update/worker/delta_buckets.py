@@ -25,7 +25,7 @@ from treadle.weights.buffer_sizes import aligned
 from treadle.weights.tensor_boxes import ITEMSIZE
 
 Read = Callable[[BoxColumns, torch.Tensor, int], str | None]
-"""Copies boxes as they are held into a memory; `int` is the number of the first one in `kept`. None, or what is wrong."""
+"""Copies boxes as they are held into a memory; None, or what is wrong. `int`: the first one's number in `kept`."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 An engine that can export is read before an update closes it; the copy has the size of what will be overwritten. For one
 that cannot, every version is kept as it arrives, so that there are two copies during an update. Memory and files stay
-with the worker for the next update, until an update with rollback="none". A delta to an engine that can export keeps the
-elements that it overwrites, and no copy.
+with the worker for the next update, until an update with rollback="none". A delta to an engine that can export keeps
+the elements that it overwrites, and no copy.
 """
 
 from __future__ import annotations

@@ -251,7 +251,9 @@ class Worker:
             share = self._share(plan.share(message.bucket), message.bucket)
             buffer = self._buffer(message.buffer)
             if (self._rollback.deltas is None) != (message.delta_bytes == 0):
-                raise MessageRefusedError("order", f"bucket {share.bucket} is not of the kind that the attempt began with")
+                raise MessageRefusedError(
+                    "order", f"bucket {share.bucket} is not of the kind that the attempt began with"
+                )
             if self._rollback.deltas is not None:
                 self._load_delta(moves, self._rollback.deltas, share, buffer, message.delta_bytes)
             else:
@@ -262,9 +264,7 @@ class Worker:
             self._loaded.add(message.bucket)
         return Loaded(message.epoch, message.bucket, start_ns, time.perf_counter_ns())
 
-    def _load_delta(
-        self, moves: Moves, deltas: DeltaBuckets, share: Share, buffer: Buffer, delta_bytes: int
-    ) -> None:
+    def _load_delta(self, moves: Moves, deltas: DeltaBuckets, share: Share, buffer: Buffer, delta_bytes: int) -> None:
         """Load changed elements. Digests are compared before anything is overwritten."""
         assert self.now.begun is not None
         decoded = deltas.decode(share, buffer, delta_bytes, checked=self.now.begun.checked)
