@@ -1,7 +1,7 @@
 """Changed elements of a memory as a stream of bytes, and their way back into a memory.
 
-Two memories are compared run by run, each of elements of one size, in blocks of up to 64 Ki elements. Elements are bits:
-a NaN's payload and the sign of a zero count. Of a block that differs the stream has what is smallest:
+Two memories are compared in runs of elements of one size, and these in blocks of up to 64 Ki elements. Bits are
+compared: a NaN's payload and the sign of a zero count. Of a block that differs the stream has what is smallest:
 
     positions   for each changed element its place in the block, 16 bits; then the changed elements
     bitmap      a bit for each element of the block; then the changed elements

@@ -118,7 +118,7 @@ class Begin(Message, frozen=True):
 
 
 class Load(Message, frozen=True):
-    """Load a bucket, which is in the buffer with that index. Of a delta `delta_bytes` are there, 0 of a whole bucket."""
+    """Load a bucket, which is in the buffer with that index: `delta_bytes` of changed elements; 0: it is whole."""
 
     epoch: int
     bucket: int

@@ -18,7 +18,7 @@ from treadle.update.protocol.rank import Action, AskWorker, AttemptDone, Farewel
 from treadle.update.protocol.update_messages import Begin, Begun, Commit, Finish, Prepared, Settle, Status, WeightLayout
 from treadle.update.rank.broadcast import BroadcastError
 from treadle.update.rank.bucket_loop import BucketLoop
-from treadle.update.rank.common_base import MissingBase, gather_lacks, why_all_move
+from treadle.update.rank.common_base import gather_missing, missing_base, why_all_move
 from treadle.update.rank.comparing import TieComparison
 from treadle.update.rank.context import RankContext, UpdateRequest
 from treadle.update.rank.delta_packing import delta_room
@@ -228,32 +228,12 @@ class AttemptRun:
 
     def _all_have_a_base(self) -> bool:
         """Return whether changed elements move: all ranks and workers have the version that these are added to."""
-        shares, context = self._shares, self.context
-        assert shares is not None
-        if not self._finds_changed or not shares.plan.buckets:
+        assert self._shares is not None
+        if not self._finds_changed or not self._shares.plan.buckets:
             return False
-        group = context.broadcasts.group_of(self._layouts.group, context.inbox).communicator
-        assert context.broadcasts.waiter is not None
-        world = context.broadcasts.world
-        lacks = gather_lacks(group, context.broadcasts.waiter.wait, self._lack(shares), world, context.device)
-        self._why_all = why_all_move(lacks)
+        own = missing_base(self.context, self._shares, self._status, self._ties)
+        self._why_all = why_all_move(gather_missing(self.context, self._layouts.group, own))
         return not self._why_all
-
-    def _lack(self, shares: Shares) -> MissingBase:
-        """What this rank or its worker lacks for an update by changed elements."""
-        status = self._status
-        sends = any(bucket.source == self.context.rank for bucket in shares.plan.buckets)
-        if sends and not self.context.share.holds(shares.digest):
-            return MissingBase.COPY
-        if self._ties is not None and self._ties.needs_arrivals:
-            return MissingBase.TIED
-        if not self.state.speaks:
-            return MissingBase.NOTHING
-        assert status is not None
-        if status.state != "serving":
-            return MissingBase.HELD
-        kept = status.base == shares.digest and self.options.rollback != "none"
-        return MissingBase.NOTHING if self.worker.can_export or kept else MissingBase.KEPT
 
     def _compare_ties(self, shares: Shares) -> TieComparison | None:
         """Compare names that engines have tied, before anything closes, as far as this rank has both."""
