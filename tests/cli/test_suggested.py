@@ -21,6 +21,7 @@ from tests.support.command import treadle as run
 from tests.support.paths import ROOT
 from treadle.cli import terminal
 from treadle.cli.app import COMMANDS, make_command
+from treadle.integrations import torch_pipelining
 from treadle.verifier import CODES
 
 SOURCES = ROOT / "src" / "treadle"
@@ -286,7 +287,9 @@ def test_every_command_in_a_text_was_run_or_is_a_mere_name(suggested: Suggested)
 
 
 IMPORT = "treadle import PROFILE --schedule ran.txt"
+CSV = "treadle show 1f1b --pp 4 -m 8 --format torch-csv"
 MESSAGES = {
+    CSV: CSV,
     IMPORT: "treadle import 'my profile' --schedule ran.txt",
     "treadle plan --model NAME --cluster GPU:COUNT --files DIR": "treadle plan --model llama3-8b --cluster h100:8 "
     "--files costs --tp 2 --pp 2 --schedule 1f1b",
@@ -303,7 +306,10 @@ def test_commands_of_errors_in_python_run(directory: Path) -> None:
     with pytest.raises(ValueError, match="is not a preset of costs") as error:
         treadle.load_costs("h100")
     (line,) = re.findall(r"'(treadle [^']+)'", str(error.value))
-    for command in (IMPORT, line):
+    treadle.save_trace(treadle.simulate(treadle.generate("1f1b", pp=2, microbatches=2), "unit"), directory / "t.json")
+    with pytest.raises(ValueError, match=f"torch's runtime loads what '{CSV}' writes"):
+        torch_pipelining.load_schedule(None, directory / "t.json")
+    for command in (IMPORT, line, CSV):
         _run(MESSAGES[command], directory)
 
 

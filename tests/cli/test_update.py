@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace, TracebackType
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.support.command import Finished, real_treadle, treadle
+from tests.support.command import TREADLE, Finished, real_treadle, treadle
 from tests.support.json_output import read_json
-from tests.support.ranks import check
+from tests.support.patience import PATIENT_S
+from tests.support.ranks import check, run_ranks
 from tests.support.torchrun import run_under_torchrun
 from tests.support.update.models import Compare, model, numbers
 from tests.support.update.workers import Trouble, Workers, ask_once
+from tests.train.checkpoint.states import make_pipe
 from treadle.cli.commands.update import _take_device
+from treadle.train.checkpoint import Checkpointer, TensorPart
 from treadle.update.protocol.update_messages import Refused
 from treadle.weights.layouts import Parallel
 from treadle.weights.tensor_boxes import Box
@@ -61,6 +71,83 @@ def save(directory: Path, version: int) -> Path:
     return directory
 
 
+class Watch:
+    """`treadle update --watch` as a person starts it; `said` is what it has printed."""
+
+    def __init__(self, workers: Workers, directory: Path, log: Path) -> None:
+        self.log = log
+        command = [TREADLE, "update", "--watch", str(directory), "--to", str(workers.sockets), "--bucket", "64KiB"]
+        with log.open("wb") as out:
+            env = {**os.environ, "COLUMNS": "200"}
+            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=env, process_group=0)
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def until(self, text: str) -> None:
+        until = time.monotonic() + PATIENT_S
+        while text not in self.said:
+            assert self.process.poll() is None, self.said
+            assert time.monotonic() < until, self.said
+            time.sleep(0.05)
+
+    def interrupt(self) -> int:
+        os.killpg(self.process.pid, signal.SIGINT)  # as a terminal does
+        return self.process.wait(PATIENT_S)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def save_as_trainer(rank: int, directory: Path, version: int) -> None:
+    """What the trainer saves at a step of this number: parameters, and an optimizer's state that no engine takes."""
+    tensors = {t.name: torch.from_numpy(numbers(t, Box.whole(t.shape), version)) for t in model(1, 32)}
+    parts = {name: TensorPart.whole(values.view(torch.bfloat16)) for name, values in tensors.items()}
+    parts["optim.exp_avg.embed"] = TensorPart.run(torch.ones(6), 0, 6)
+    state = SimpleNamespace(state_dict=lambda: parts, load_state_dict=parts.update)
+    checkpoints = Checkpointer(directory, pipe=make_pipe(1))
+    checkpoints.save(version, state)
+    checkpoints.close()
+
+
+def test_each_new_checkpoint_until_an_interrupt(workers: Workers, tmp_path: Path) -> None:
+    """Of Hugging Face's form and the trainer's, one half written, one that a worker fails to load."""
+    run = tmp_path / "run"
+    run.mkdir()
+
+    def serves(version: int) -> bool:
+        return [workers.tell(worker, Compare(version)) for worker in range(2)] == [[], []]
+
+    with Watch(workers, run, tmp_path / "log") as watch:
+        watch.until("watching")
+        staged = save(tmp_path / "staged", 3)
+        half = run / "checkpoint-3"
+        half.mkdir()
+        parts = sorted(staged.iterdir())
+        shutil.copy(parts[0], half)
+        watch.until("checkpoint-3 is not loaded: it has parts and no")
+        check(run_ranks(1, save_as_trainer, run, 2))  # whole at once
+        watch.until("version 2 is served by all workers")
+        assert serves(2)
+        shutil.copy(parts[1], half)
+        named = {t.name: parts[int(t not in model(1, 32)[:2])].name for t in model(1, 32)}
+        workers.tell(1, Trouble("raise", "finish"))
+        (half / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+        watch.until("checkpoint-3 was not committed; it is tried again in 5 s")
+        assert "trouble in finish" in watch.said
+        watch.until("version 3 is served by all workers")
+        assert serves(3)
+        assert watch.interrupt() == 0, watch.said
+    assert "ending" in watch.said
+    assert "Traceback" not in watch.said
+    assert watch.said.count("is loaded as version") == 3
+
+
 def test_a_directory_into_an_engine_or_not_at_all(workers: Workers, tmp_path: Path) -> None:
     """The first update is by ranks that the command itself starts."""
     bucket = ("--bucket", "64KiB")
@@ -92,6 +179,9 @@ def test_a_trainer_into_an_engine(workers: Workers, tmp_path: Path) -> None:
     [
         (("--to", "."), "an update needs --from"),
         (("--from", ".", "--to", "."), "has no sockets of workers"),
+        (("--from", ".", "--watch", ".", "--to", "."), "--watch (which numbers versions itself)"),
+        (("--watch", ".", "--version", "7", "--to", "."), "--watch (which numbers versions itself)"),
+        (("--watch", "nowhere", "--to", "."), "--watch nowhere: there is no such directory"),
     ],
 )
 def test_mistakes_are_told(tmp_path: Path, arguments: tuple[str, ...], told: str) -> None:

@@ -50,6 +50,7 @@ NOT_RUN = {
     ("docs/vllm.md", "needs vLLM, which has an environment of its own"),
     ("docs/weights.md", "examples/rl_loop.py, above, is the whole of it"),
     ("docs/weights.md", "needs an engine in that directory; examples/vllm_serve.py is one"),
+    ("docs/weights.md", "needs an engine in that directory; the test of it is in tests/cli/test_update.py"),
     ("docs/weights.md", "needs two hosts"),
     ("docs/weights.md", "the test of it is tests/update/test_separate_sets.py"),
 }

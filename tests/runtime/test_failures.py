@@ -421,16 +421,17 @@ MAKING: tuple[tuple[object, str], ...] = (
     (rank_part, "check_arguments"),
     (rank_part, "check_modules"),
     (rank_part, "examine"),
-    (rank_part, "agree_on_ties"),
+    (rank_part, "joined_names"),
+    (rank_part, "ties_of"),
+    (rank_part, "claims_of_copies"),
     (step_plan, "plan"),
     (rank_part, "bind"),
-    (rank_part, "check_copies"),
     (rank_part, "make_store"),
     (StageRecipe, "build"),
 )
 """What the making of a Pipeline calls, in this order."""
 
-AGREED = ("agree_on_ties", "plan", "check_copies")
+AGREED = ("joined_names",)
 """Those whose ValueError all ranks raise, as all of them see the same."""
 
 

@@ -18,7 +18,7 @@ from tests.support.sheets import check_texts
 from treadle.costs import UNIT_COSTS, Costs, load_costs
 from treadle.ir.execute import Times
 from treadle.ir.memory import peaks
-from treadle.ir.ops import LaneKind, OpKind
+from treadle.ir.ops import UPDATE, LaneKind, OpKind
 from treadle.ir.trace import Trace
 from treadle.schedules import SCHEDULES
 from treadle.view.box_text import ABOVE, SIDE, extent, fit
@@ -162,13 +162,14 @@ def neighbours(palette: Palette) -> list[tuple[Look, Look]]:
     """Looks that may lie side by side: those of one row of lanes, and on compute those of later chunks too."""
     pairs = []
     for _, kinds in LANE_ROWS:
-        roles = {role for kind, role in ROLE_OF.items() if kind.lane in (*kinds,)}
-        looks = [palette[role] for role in Role if role in roles]
-        if LaneKind.COMPUTE in kinds:
-            looks += [look.of_later_chunk() for look in looks]
-            pairs += [(a, b) for a, b in combinations(looks, 2) if a.hatch == "" or a.hatch != b.hatch]
-        else:
-            pairs += list(combinations(looks, 2))
+        for update in (False, True):  # no Program is of a step and of an update
+            here = {role for kind, role in ROLE_OF.items() if kind.lane in kinds and (kind in UPDATE) == update}
+            looks = [palette[role] for role in Role if role in here]
+            if LaneKind.COMPUTE in kinds:
+                looks += [look.of_later_chunk() for look in looks]
+                pairs += [(a, b) for a, b in combinations(looks, 2) if a.hatch == "" or a.hatch != b.hatch]
+            else:
+                pairs += list(combinations(looks, 2))
     return pairs
 
 

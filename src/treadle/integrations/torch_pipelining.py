@@ -38,7 +38,8 @@ def load_schedule(runtime: Any, path: str | Path) -> Schedule:
     schedule = load_save.load(path)
     if not isinstance(schedule, Schedule):
         raise ValueError(
-            f"{path} holds no schedule; torch's runtime loads what `treadle show --format torch-csv` writes"
+            f"{path} holds no schedule; torch's runtime loads what 'treadle show 1f1b --pp 4 -m 8 --format torch-csv' "
+            "writes"
         )
     report = verbs.verify(schedule)
     if not report.clean:

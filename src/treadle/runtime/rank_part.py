@@ -164,13 +164,14 @@ def _agree(joined: JoinedRank, name: str, schedule: Schedule, tied: Tied | None)
     ties, claims, problem = tuple[Tie, ...](), list[Claim](), None
     try:
         ties, claims = ties_of(names, placement, position.pp_rank, joined.modules)
+        claims = [*claims, *claims_of_copies(joined.modules, placement, position)]
         plan = StepPlan.of(
             schedule, met, joined.options, reduce=reduces(placement, position.dp), tied=stages_of_reductions(ties)
         )
     except ValueError as error:
         problem = error
     # To connect to a rank that has not come so far would block.
-    agree(groups, [*claims, *claims_of_copies(joined.modules, placement, position)], problem)
+    agree(groups, claims, problem)
     return AgreedPart(groups, ties, splits, met.side, plan)
 
 

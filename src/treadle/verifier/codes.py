@@ -109,7 +109,7 @@ CODES: dict[str, Explanation] = {
         "Issue a receive of the circle earlier, so that both ranks issue the two messages in one order (torch: without "
         "`defer_pp_recv`; `--receives sender` for files of cells). Or put the messages of the circle into one batch "
         "(`batch_isend_irecv`), or give each direction of the pipe a process group of its own; the finding names a "
-        "layout that ends. `treadle verify FILE -o circle.svg` draws the circle.",
+        "layout that ends. With `-o circle.svg`, `treadle verify` draws the circle.",
     ),
     "T301": Explanation(
         "more activations alive than the limit",

@@ -370,9 +370,10 @@ def in_making(rank: int, kind: str, deadline_s: float, directory: Path) -> None:
     """Two pipelines; one rank has its fault after it met the others, who wait for it then or in their first step."""
     note(directory, rank, "pid", str(os.getpid()))
     if rank == VICTIM:
-        # A stage is made by this rank alone; what check_copies raises, all others raise too.
-        module, name = (stage_recipe, "Stage") if kind == "raise" else (rank_part, "check_copies")
-        setattr(module, name, lambda *_: meet_with(kind, rank, directory))
+        # A stage is made by this rank alone; what claims_of_copies raises, all others raise too.
+        module, name = (stage_recipe, "Stage") if kind == "raise" else (rank_part, "claims_of_copies")
+        faulty = mock.patch.object(module, name, side_effect=lambda *_: meet_with(kind, rank, directory))
+        faulty.start()  # refuses a name that is not there
     with timed():
         run_steps(make_pipe("1f1b", 2, 2, deadline_s), 2)
 

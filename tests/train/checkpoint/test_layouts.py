@@ -134,7 +134,7 @@ def test_each_layout_loads_what_another_saved(tmp_path: Path) -> None:
             assert all(of_rank[number][at][1] == EXTRA for of_rank in ranks)
         hold_same(alone[number][0], wanted, Layout())
         assert alone[number][1] == EXTRA
-    assert "it has no optim.step.model.layers.0.experts.0.down_proj.weight, " in alone[0][2]
+    assert "it has no optim.exp_avg.model.layers.0.experts.0.down_proj.weight, " in alone[0][2]
     assert "it has no optim.master.model.embed_tokens.weight, " in alone[1][2]
     hold_readable_by_torch(tmp_path / KINDS[0].directory / f"step-{len(CHAIN):08d}", tmp_path, alone[0][0])
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from treadle.cli.checkpoints import read_source
 from treadle.cli.common_options import Json, parse_bytes, spread_options
 from treadle.cli.output import print_json
 from treadle.cli.terminal import err, out
@@ -39,8 +40,15 @@ class UpdateTarget:
         str | None,
         typer.Option(
             "--from",
-            help="A directory of safetensors files; or a trainer, MODULE:FUNCTION, which returns its rank's "
-            "treadle.update.Source (under torchrun).",
+            help="A checkpoint: a directory of safetensors files, or one that treadle.train saved; or a trainer, "
+            "MODULE:FUNCTION, which returns its rank's treadle.update.Source (under torchrun).",
+        ),
+    ] = None
+    watch: Annotated[
+        Path | None,
+        typer.Option(
+            help="In place of --from: the directory in which checkpoints appear. Each new one is loaded once it is "
+            "whole, with the number at the end of its name as version, until Ctrl-C."
         ),
     ] = None
     target: Annotated[Path, typer.Option("--to", help="The engine: the directory of its workers' sockets.")]
@@ -116,11 +124,17 @@ def update(where: UpdateTarget, how: UpdateManner, scope: UpdateScope, as_json: 
 
     Exits with 1 if the update was not committed. Without torchrun, starts an update rank for each worker.
     """
-    if (where.source is None) != scope.recover:
-        raise ValueError("an update needs --from; --recover takes the version from the workers that serve it")
+    given = (where.source is not None) + (where.watch is not None) + scope.recover
+    if given != 1 or (where.watch is not None and where.version is not None):
+        raise ValueError(
+            "an update needs --from, --watch (which numbers versions itself), or --recover, which takes the version "
+            "from the workers that serve it; give one of them"
+        )
     _require_torch()
+    if where.watch is not None:
+        raise typer.Exit(_watch(where.watch, where))
     if _RANK not in os.environ:
-        raise typer.Exit(_start_ranks(where.target))
+        raise typer.Exit(_start_ranks(where.target, sys.argv[1:]))
     raise typer.Exit(_be_rank(where, how.options(), scope, as_json=as_json))
 
 
@@ -136,8 +150,36 @@ def _memory(bucket: str) -> Any:
     return Memory(free_bytes=4 * size, share=1.0, target_bytes=size, least_bytes=min(size, 1 << 20))
 
 
-def _start_ranks(target: Path) -> int:
-    """Run this command once for each worker, as ranks of one process group on this host; return the worst exit code."""
+def _watch(directory: Path, where: UpdateTarget) -> int:
+    """Update for each new checkpoint, by ranks of its own, which an interrupt at a terminal does not reach."""
+    from treadle.cli.watched_checkpoints import push_each
+
+    if _RANK in os.environ:
+        raise ValueError(
+            "--watch starts its update ranks itself, on this host; call it without torchrun, or run treadle update "
+            "--from under torchrun for each checkpoint"
+        )
+    common = _without_watch(sys.argv[1:])
+    return push_each(
+        directory,
+        where.log,
+        lambda found: _start_ranks(
+            where.target, [*common, "--from", str(found.path), "--version", str(found.version)], apart=True
+        ),
+    )
+
+
+def _without_watch(arguments: list[str]) -> list[str]:
+    """Return the arguments without --watch and its value."""
+    at = next(index for index, each in enumerate(arguments) if each.partition("=")[0] == "--watch")
+    return arguments[:at] + arguments[at + (1 if "=" in arguments[at] else 2) :]
+
+
+def _start_ranks(target: Path, arguments: list[str], *, apart: bool = False) -> int:
+    """Run this command once for each worker, as ranks of one process group on this host; return the worst exit code.
+
+    `apart`: in sessions of their own, so that signals of a terminal do not reach them.
+    """
     from torch._C._distributed_c10d import TCPStore
 
     workers = sorted(target.glob("worker-*.sock"))
@@ -149,9 +191,9 @@ def _start_ranks(target: Path) -> int:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         place |= {_RANK: str(rank), _WORLD: str(len(workers))}
         quiet = {} if rank == 0 else {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        command = [sys.executable, *sys.argv]
+        command = [sys.executable, sys.argv[0], *arguments]
         environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **place}
-        ranks.append(subprocess.Popen(command, env=environment, **quiet))  # type: ignore[call-overload]
+        ranks.append(subprocess.Popen(command, env=environment, start_new_session=apart, **quiet))  # type: ignore[call-overload]
     try:
         return max(abs(process.wait()) for process in ranks)
     finally:
@@ -265,9 +307,7 @@ def _next_version(ledger: Path) -> int:
 
 def _source(named: str, rank: int, world: int) -> WeightSource:
     if Path(named).is_dir():
-        from treadle.update.rank.checkpoint import read_checkpoint
-
-        return read_checkpoint(Path(named), rank, world)
+        return read_source(Path(named), rank, world)
     module, colon, function = named.partition(":")
     if not colon:
         raise ValueError(f"--from takes a directory or MODULE:FUNCTION, got {named!r}, which is neither")

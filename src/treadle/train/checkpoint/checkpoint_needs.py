@@ -25,7 +25,7 @@ def forms_in(metadata: Metadata) -> dict[str, str]:
 
 def unmet(have: Mapping[str, str], need: Mapping[str, TensorPart]) -> str | None:
     """Return which tensors a rank needs and the checkpoint lacks, or has in another form."""
-    missing = [name for name in need if name not in have]
+    missing = sorted(name for name in need if name not in have)
     if missing:
         near = nearest(missing[0], have)
         has = f"the nearest it has is {near}" if near is not None else f"it has {_listed(list(have)) or 'none'}"

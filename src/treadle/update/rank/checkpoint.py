@@ -1,10 +1,15 @@
-"""A source from a directory of safetensors files. Each rank reads its part; all together read each byte once."""
+"""A source from a directory of safetensors files. Each rank reads its part; all together read each byte once.
+
+Files are written in place by those who save them, the index of several ones last. So a directory is whole once its
+index names all files, and each file is as long as its header says.
+"""
 
 from __future__ import annotations
 
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -62,21 +67,66 @@ def read_checkpoint(directory: Path, rank: int, world: int) -> Source:
     return Source(tensors, held)
 
 
+def unfinished(directory: Path) -> str | None:
+    """Return why a directory is no whole checkpoint, or not yet; None if it is one. Reads headers only."""
+    files = {file.name: file for file in directory.glob("*.safetensors")}
+    indices = sorted(directory.glob("*.safetensors.index.json"))
+    if files and not indices and files.keys() != {"model.safetensors"}:
+        return (
+            "it has parts and no *.safetensors.index.json, which is written after them and names them all; only a "
+            "single model.safetensors needs none"
+        )
+    try:
+        for index in indices:
+            missing = _named_in(index) - files.keys()
+            if missing:
+                return f"{index.name} names {min(missing)}, which is not there"
+        described(directory)
+        for file in files.values():
+            start, header = _parsed(file)
+            size = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            if file.stat().st_size != size:
+                return f"{file.name} has {file.stat().st_size:,} bytes of the {size:,} that its header describes"
+    except ValueError as error:
+        return str(error)
+    except OSError as error:
+        return f"{Path(str(error.filename)).name}: {error.strerror}"
+    return None
+
+
+def _named_in(index: Path) -> set[str]:
+    """Return the files that an index names."""
+    try:
+        return set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{index.name} is torn, or no index: it has no weight_map from tensors to files") from None
+
+
 def _header(file: Path) -> list[Tensor]:
-    """Return the tensors of a file, from its header: a length of 8 bytes, then JSON."""
-    with file.open("rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        if length > _LONGEST_HEADER:
-            raise ValueError(f"{file} has a header of {length} bytes; it is no safetensors file")
-        header = json.loads(opened.read(length))
+    """Return the tensors of a file."""
     tensors = []
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
+    for name, entry in _parsed(file)[1].items():
         if entry["dtype"] not in _DTYPES:
             raise ValueError(f"{name} in {file} has dtype {entry['dtype']}; known are {', '.join(_DTYPES)}")
         tensors.append(Tensor(name, tuple(entry["shape"]), _DTYPES[entry["dtype"]]))
     return tensors
+
+
+def _parsed(file: Path) -> tuple[int, dict[str, Any]]:
+    """Return where a file's elements begin, and what its header says of each tensor: a length of 8 bytes, then JSON."""
+    with file.open("rb") as opened:
+        first = opened.read(8)
+        (length,) = struct.unpack("<Q", first) if len(first) == 8 else (0,)
+        if length > _LONGEST_HEADER:
+            raise ValueError(f"{file} has a header of {length} bytes; it is no safetensors file")
+        text = opened.read(length)
+    try:
+        header = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+        for entry in header.values():
+            entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{file} has a torn header, or is no safetensors file") from None
+    return 8 + length, header
 
 
 def _read(file: Path, pieces: list[Piece]) -> dict[Piece, torch.Tensor]:

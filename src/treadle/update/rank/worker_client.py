@@ -57,6 +57,7 @@ class WorkerClient:
         self._lost = lost
         self._losing = threading.Lock()
         self._link: Link[FromWorker] | None = None
+        self._end = ""
         self._owed = 0
         """Messages that the worker has not answered yet. It answers each, in their order."""
         self._place: tuple[int, int] | None = None
@@ -121,7 +122,7 @@ class WorkerClient:
     def _gone(self, link: Link[FromWorker], text: str) -> None:
         with self._losing:
             if self._link is link:
-                name, self._link = self.name, None
+                name, self._link, self._end = self.name, None, f": {text}"
                 self._lost(name, text)
 
     @property
@@ -140,7 +141,7 @@ class WorkerClient:
         """Send a message. Raises PeerGoneError."""
         link = self._link
         if link is None:
-            raise PeerGoneError(f"worker {self.worker} is not connected")
+            raise PeerGoneError(f"worker {self.worker} is not connected{self._end}")
         self._owed += 1  # before it is sent: whoever breaks in here does not know how far it came
         link.send(message, fds=fds, timeout_s=5.0)
 
