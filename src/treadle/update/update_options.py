@@ -66,9 +66,9 @@ class UpdateOptions:
     changed: Changed = "tensors"
     """What of the tensors moves: all of them (`tensors`), or the elements that differ from those served (`elements`).
 
-    With `elements` each rank keeps a copy, in host memory, of what it sent of the committed version, and workers keep
-    what they overwrite in place of a whole rollback copy. All elements move where a rank or a worker lacks the
-    committed version: `Updated.notes` has the reason.
+    With `elements` each rank keeps a copy, in host memory, of what it sent of the committed version. Workers keep the
+    elements that they overwrite, in place of a whole rollback copy. All elements move where a rank or a worker lacks
+    the committed version: `Updated.notes` has the reason.
     """
 
     def __post_init__(self) -> None:
