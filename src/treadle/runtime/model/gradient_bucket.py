@@ -78,7 +78,8 @@ class GradientBucket:
         """Whether a slot has a gradient: this rank's before the reduction, any rank's after it."""
         self.reduced = False
         self._views: list[list[Tensor]] = []
-        self._work: dist.Work | None = None
+        self._works: list[dist.Work] = []
+        self._arrived: Tensor | None = None
         self._used: Download | None = None
         self._is_complete = False
         self._held: Tensor | None = None
@@ -183,16 +184,21 @@ class GradientBucket:
     def launch(self) -> None:
         """Launch the reduction."""
         assert self.flat is not None, "it is complete"
-        if self.group is not None:
-            launch = self.group.launch_reduce_scatter if self.is_sharded else self.group.launch_reduce
-            self._work = launch(self.flat)
+        if self.group is not None and self.is_sharded:
+            self._arrived, self._works = self.group.launch_reduce_scatter(self.flat)
+        elif self.group is not None:
+            self._works = [self.group.launch_reduce(self.flat)]
 
     def arrive(self) -> None:
         """Wait for the reduction. The host reads at the end of the step which slots were used."""
         if self.group is not None:
-            assert self._work is not None, "it is launched"
-            self.group.wait(self._work)
-            self._work = None
+            assert self._works, "it is launched"
+            for work in self._works:
+                self.group.wait(work)
+            if self._arrived is not None:
+                assert self.flat is not None, "it was sent"
+                torch.sum(self._arrived, 0, out=self.flat.view_as(self._arrived)[self.row])
+            self._works, self._arrived = [], None
         self._used = Download(self._flags()[self.row])
 
     def finish(self, *, reduced: bool) -> None:
@@ -214,7 +220,7 @@ class GradientBucket:
 
     def restore(self, before: BucketState) -> None:
         """Undo a step that failed. What may still be on its way in the memory of that step goes to its end there."""
-        self._work = self._used = self._held = None
+        self._works, self._arrived, self._used, self._held = [], None, None, None
         self.flat, self.filled, self.reduced = None, list(before.filled), before.reduced
         if before.flat is None:
             return

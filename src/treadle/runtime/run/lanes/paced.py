@@ -4,9 +4,9 @@ An op ends when its time is over, and what waits for it starts then: its end is 
 threads of the lanes that wait sleep until then themselves, rather than be woken by one that slept. A computation or a
 copy runs a quarter of its time after its start, when the lanes that start beside it no longer need the processor. A
 message leaves so that it is gone when its time is over. An exchange meets first and then takes its time, on every rank
-of its group; what it takes at least (the shortest one of its kind) is part of that time. Sleeping threads wake late, by
-what the machine is busy with; an op may make up for at most a millisecond of that, which is between when it could have
-started and when its lane's thread came to it.
+of its group; what it takes at least (the shortest one of its kind) is part of that time. An op whose costs are 0 takes
+what it takes. Sleeping threads wake late, by what the machine is busy with; an op may make up for at most a millisecond
+of that, which is between when it could have started and when its lane's thread came to it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PacedLanes(ThreadLanes):
         if not _stands_at(could, step):
             return NEVER
         came = step.start[op] = perf_counter_ns()
-        if pace is Pace.NONE:
+        if pace is Pace.NONE or not dur_ns:
             run()
             return perf_counter_ns()
         start = max(could, came - MADE_UP_NS)
