@@ -26,7 +26,7 @@ KINDS = sorted(kind for kind in ITEMSIZE if hasattr(torch, kind))
 State = dict[str, torch.Tensor]
 
 
-def of_bits(raw: np.ndarray, kind: str) -> torch.Tensor:  # type: ignore[type-arg]
+def of_bits(raw: np.ndarray, kind: str) -> torch.Tensor:
     made = torch.empty(raw.size, dtype=torch.uint8)
     made[:] = torch.from_numpy(raw.reshape(-1))
     return made.view(getattr(torch, kind))
@@ -97,7 +97,7 @@ class Pair:
         return all(np.array_equal(bits(self.engine.held[name]), bits(tensor)) for name, tensor in state.items())
 
 
-def bits(tensor: torch.Tensor) -> np.ndarray:  # type: ignore[type-arg]
+def bits(tensor: torch.Tensor) -> np.ndarray:
     return tensor.view(torch.uint8).numpy()
 
 
