@@ -73,7 +73,7 @@ def encode(old: torch.Tensor, new: torch.Tensor, runs: Sequence[ElementRun]) -> 
 def _smallest(places: Places, block: Array) -> tuple[int, list[Array]]:
     num, count, itemsize = len(block), len(places), block.itemsize
     bitmap_bytes = -(-num // 8)
-    if num * itemsize <= count * itemsize + min(2 * count, bitmap_bytes):
+    if _up(num * itemsize) <= _up(count * itemsize) + _up(min(2 * count, bitmap_bytes)):
         return _PLAIN, [_bytes(block)]
     if 2 * count <= bitmap_bytes:
         return _POSITIONS, [_bytes(places.astype(np.uint16)), _bytes(block[places])]
