@@ -26,6 +26,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -140,10 +141,10 @@ class Runner:
         self.optimizer = ShardedOptimizer(self.pipe, self._views(), UPDATES) if config.kind == "sharded" else None
 
     def _views(self) -> list[NamedView]:
-        named = (
-            (chunk, name, param) for chunk, stage in self.stages.items() for name, param in stage.named_parameters()
-        )
-        return [NamedView(f"{self.numbers[chunk]}.{name}", param) for chunk, name, param in named]
+        """In the order of their names, which copies of a stage have alike."""
+        named = ((self.numbers[chunk], part) for chunk, stage in self.stages.items() for part in named_parts(stage))
+        views = [NamedView(f"{at}.{name}", param, () if part is None else (part,)) for at, (name, param, part) in named]
+        return sorted(views, key=attrgetter("name"))
 
     def step(self, number: int, batch: tuple[list[Tensor], list[Tensor]] | None = None) -> tuple[float, Grads]:
         """The loss and this rank's gradients, by their names in the whole model, for a batch."""
@@ -164,18 +165,19 @@ class Runner:
 
     def _whole_gradients(self, optimizer: ShardedOptimizer) -> Grads:
         """The gradients of all parameters, from the shards of the ranks that divide them."""
-        flat = {view.name: torch.zeros(view.tensor.numel(), dtype=torch.float64) for view in self._views()}
+        views = self._views()
+        flat = {view.name: torch.zeros(view.of(view.tensor).numel(), dtype=torch.float64) for view in views}
         used = dict.fromkeys(flat, 0.0)
         for piece in optimizer.pieces():
             if piece.gradient is not None:
                 flat[piece.view.name][piece.run.first : piece.run.last] = piece.gradient
                 used[piece.view.name] = 1.0
         group, found = self.pipe.reduce_group, Grads()
-        for view in self._views():
+        for view in views:
             whole = torch.cat([flat[view.name], torch.tensor([used[view.name]], dtype=torch.float64)])
             if group is not None:
                 group.all_reduce(whole)
-            found[view.name] = whole[:-1].view(view.tensor.shape) if whole[-1] else None
+            found[view.name] = whole[:-1].view(view.of(view.tensor).shape) if whole[-1] else None
         return found
 
 
