@@ -12,6 +12,15 @@ vote and the log. In each round, in turn, targeted and by broadcasts:
     broadcast_ratio   the same of broadcasts, against the limit of the targeted plan
     chain_ratio       null: replicas are not chained
 
+Then pp2 ep2 into tp4, targeted, with one element in a hundred changed: a whole update, one of the changed elements, and
+another one of these that fails, because a worker refuses to vote when all is loaded: workers go back. Medians over
+rounds, over the whole update's:
+
+    delta_bytes       bytes that all hosts sent over their links, everything counted
+    delta_time        seconds of the update, from the call to its end
+    rollback_bytes    bytes of the workers' rollback copies
+    rollback_time     seconds of the update that fails, until all workers serve the version before it
+
 Each version is compared in the workers, element by element, after the last round. The last line is JSON; all values are
 null without network namespaces.
 """
@@ -36,7 +45,7 @@ import torch
 import torch.distributed as dist
 
 from shaped_link import ShapedLink, why_not
-from treadle.update import Endpoint, Plain, Source, UpdateOptions, Updater
+from treadle.update import Endpoint, Plain, Source, UpdateError, UpdateOptions, Updater
 from treadle.weights.buffer_sizes import Memory
 from treadle.weights.layouts import Parallel, sharded
 from treadle.weights.tensor_boxes import Box, Holding, Tensor
@@ -78,12 +87,40 @@ def elements(name: str, box: Box, shape: tuple[int, ...], version: int) -> torch
     return torch.from_numpy(values).view(torch.bfloat16)
 
 
+def changing(
+    name: str, box: Box, shape: tuple[int, ...], version: int, made: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The same, of versions in each of which one element in a hundred changes; `made` has the version before."""
+    place = np.arange(box.start[0], box.stop[0], dtype=np.int64)[:, None] * shape[1]
+    place = place + np.arange(box.start[1], box.stop[1], dtype=np.int64)
+    held = made if made is not None else elements(name, box, shape, 0)
+    values = held.view(torch.int16).numpy()
+    for number in range(version if made is not None else 1, version + 1):
+        at = place % 100 == number * 31 % 100
+        values[at] ^= ((place[at] + number) * 2654435761 >> 13).astype(np.int16) | np.int16(1)
+    return held
+
+
+class Refusing(Plain):
+    """Refuses to vote once, if a file is there."""
+
+    flag = Path()
+
+    def finish(self) -> str | None:
+        if not self.flag.exists():
+            return None
+        self.flag.unlink()
+        return "refused"
+
+
 def be_worker(directory: Path, worker: int, layout: str) -> None:
     """Serve until standard input ends; a line with a version asks for a comparison."""
     _, want = layouts(layout)
     boxes = {piece.tensor: piece.box for piece in want.pieces[worker]}
     held = {name: torch.zeros(box.shape, dtype=torch.bfloat16) for name, box in boxes.items()}
-    with Endpoint(Plain(held, tensors=want.tensors, boxes=boxes), directory, worker):
+    engine, right = Refusing(held, tensors=want.tensors, boxes=boxes), changing if layout == "deltas" else elements
+    engine.flag = directory / f"refuse {worker}"
+    with Endpoint(engine, directory, worker):
         print("up", flush=True)
         for line in sys.stdin:
             shape = {name: want.tensors[name].shape for name in boxes}
@@ -91,17 +128,69 @@ def be_worker(directory: Path, worker: int, layout: str) -> None:
                 name
                 for name, box in boxes.items()
                 if not torch.equal(
-                    held[name].view(torch.int16), elements(name, box, shape[name], int(line)).view(torch.int16)
+                    held[name].view(torch.int16), right(name, box, shape[name], int(line)).view(torch.int16)
                 )
             ]
             print(f"wrong {wrong}" if wrong else "right", flush=True)
 
 
 def be_rank(directory: Path, rank: int, layout: str, rounds: int) -> None:
-    have, _ = layouts(layout)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), HOSTS, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=HOSTS, timeout=timedelta(seconds=300))
     torch.set_num_threads(1)
+    if layout == "deltas":
+        send_deltas(directory, rank, rounds)
+    else:
+        send_both_ways(directory, rank, layout, rounds)
+    dist.destroy_process_group()
+
+
+def send_deltas(directory: Path, rank: int, rounds: int) -> None:
+    """Whole updates, deltas and deltas that fail, in turn."""
+    have, _ = layouts("deltas")
+    shapes = {name: tensor.shape for name, tensor in have.tensors.items()}
+    held = {p: elements(p.tensor, p.box, shapes[p.tensor], 0) for p in have.pieces[rank]}
+    options = UpdateOptions(MEMORY, deadline_s=120, rollback="host", transfer="targeted")
+    sent = Path(f"/sys/class/net/{os.environ['GLOO_SOCKET_IFNAME']}/statistics/tx_bytes")
+    refusing, version = directory / "refuse 3", 0
+    found: dict[str, list[tuple[float, ...]]] = {what: [] for what in ("whole", "base", "delta", "back")}
+    with Updater(directory, ledger=directory / "ledger", options=options) as updater:
+        for turn in range(-1, rounds):  # the first warms up
+            for what in found:
+                version += 1
+                for piece, tensor in held.items():
+                    changing(piece.tensor, piece.box, shapes[piece.tensor], version, tensor)
+                updater.options = replace(options, changed="tensors" if what == "whole" else "elements")
+                if what == "back" and rank == 0:
+                    refusing.touch()
+                dist.barrier()
+                before, began, kept = int(sent.read_text()), time.perf_counter(), 0
+                try:
+                    kept = updater.update(Source(have.tensors, held), version).rollback_bytes
+                except UpdateError:
+                    if what != "back":
+                        raise
+                took = torch.tensor(time.perf_counter() - began)
+                bytes_sent = torch.tensor([int(sent.read_text()) - before, kept])
+                dist.all_reduce(took, dist.ReduceOp.MAX)
+                dist.all_reduce(bytes_sent)
+                if turn >= 0:
+                    found[what].append((float(took), *bytes_sent.tolist()))
+                if rank == 0:
+                    print(f"deltas {what:6} {float(took):6.2f} s, {bytes_sent[0] / 1e6:.3f} MB sent", flush=True)
+                dist.barrier()
+        version += 1  # the last one failed
+        for piece, tensor in held.items():
+            changing(piece.tensor, piece.box, shapes[piece.tensor], version, tensor)
+        updater.update(Source(have.tensors, held), version)
+        if rank == 0:
+            (directory / "result.json").write_text(json.dumps({"version": version, **found}))
+        dist.barrier()
+
+
+def send_both_ways(directory: Path, rank: int, layout: str, rounds: int) -> None:
+    """Targeted updates and broadcasts in turn."""
+    have, _ = layouts(layout)
     pieces = have.pieces[rank]
     options = UpdateOptions(MEMORY, deadline_s=120, rollback="host")
     found: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -126,7 +215,6 @@ def be_rank(directory: Path, rank: int, layout: str, rounds: int) -> None:
         if rank == 0:
             (directory / "result.json").write_text(json.dumps({"limit_s": limit_s, "version": version, **found}))
         dist.barrier()
-    dist.destroy_process_group()
 
 
 def limit_of(plan: UpdatePlan) -> float:
@@ -137,6 +225,20 @@ def limit_of(plan: UpdatePlan) -> float:
             out[bucket.source] += bucket.size_bytes
             into[bucket.dest] += bucket.size_bytes
     return max(*out, *into) / BYTES_A_S
+
+
+def deltas(result: dict[str, Any]) -> dict[str, Any]:
+    """What updates of changed elements take of whole ones."""
+    seconds, sent, kept = (
+        {w: statistics.median(row[at] for row in result[w]) for w in result if w != "version"} for at in range(3)
+    )
+    return {
+        "delta_bytes": round(sent["delta"] / sent["whole"], 4),
+        "delta_time": round(seconds["delta"] / seconds["whole"], 4),
+        "rollback_bytes": round(kept["delta"] / kept["whole"], 4),
+        "rollback_time": round(seconds["back"] / seconds["whole"], 4),
+        "deltas_seconds": {what: [round(row[0], 3) for row in result[what]] for what in seconds},
+    }
 
 
 def start(arguments: list[str], inside: list[str], environment: dict[str, str], **pipes: Any) -> subprocess.Popen[str]:
@@ -191,6 +293,7 @@ def main() -> None:
     parser.add_argument("--worker", type=int)
     parser.add_argument("--rank", type=int)
     parser.add_argument("--layout")
+    parser.add_argument("--deltas", action="store_true", help="measure updates of changed elements alone")
     parser.add_argument("--directory", type=Path)
     given = parser.parse_args()
     if given.worker is not None:
@@ -199,7 +302,10 @@ def main() -> None:
     if given.rank is not None:
         be_rank(given.directory, given.rank, given.layout, given.rounds)
         return
-    shown: dict[str, Any] = {"targeted_ratio": None, "chain_ratio": None, "broadcast_ratio": None}
+    ratios_shown = ("targeted_ratio", "chain_ratio", "broadcast_ratio")
+    shown: dict[str, Any] = dict.fromkeys(
+        (*ratios_shown, "delta_bytes", "delta_time", "rollback_bytes", "rollback_time")
+    )
     reason = why_not()
     if reason is not None:
         print(f"no shaped links here: {reason}")
@@ -207,7 +313,8 @@ def main() -> None:
         return
     medians: dict[str, list[float]] = {way: [] for way in WAYS}
     with ShapedLink(RATE, HOSTS) as link:
-        for layout in LAYOUTS:
+        shown |= deltas(play("deltas", given.rounds, link))
+        for layout in LAYOUTS if not given.deltas else ():
             result = play(layout, given.rounds, link)
             for way in WAYS:
                 ratios = [took / result["limit_s"] for took in result[way]]
@@ -217,7 +324,7 @@ def main() -> None:
                     f"({min(ratios):.3f} to {max(ratios):.3f})"
                 )
                 shown[f"{layout}_{way}"] = [round(ratio, 3) for ratio in sorted(ratios)]
-    shown |= {f"{way}_ratio": round(max(medians[way]), 3) for way in WAYS}
+    shown |= {f"{way}_ratio": round(max(medians[way]), 3) for way in WAYS if medians[way]}
     print(json.dumps(shown))
 
 

@@ -111,8 +111,8 @@ def test_a_worker_without_a_rank_is_named_and_serves_on() -> None:
 def test_ranks_without_a_worker_and_two_for_one_are_refused(speaks: tuple[int | None, ...], words: str) -> None:
     sets = Sets(stages(2), columns(1), (0, 1), speaks)
     with Workers(sets.want) as workers:
-        for (told,) in ranks_of(workers, sets, [1]):
-            assert words in told or "taken" in told, told
+        for (told,) in ranks_of(workers, sets, [1]):  # the second to connect may have taken the worker over by then
+            assert words in told or "has taken worker 0 over" in told or "closed the connection" in told, told
 
 
 def test_what_nobody_has_names_the_workers_that_want_it() -> None:

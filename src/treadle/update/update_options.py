@@ -11,6 +11,7 @@ from treadle.weights.chosen_plan import Transfer
 
 Policy: TypeAlias = Literal["all"] | int
 CompareSources: TypeAlias = Literal["sample", "all", "off"]
+Changed: TypeAlias = Literal["tensors", "elements"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,14 @@ class UpdateOptions:
     them, so that an error names the ranks, and the tensors among which the difference is.
     """
 
+    changed: Changed = "tensors"
+    """What of the tensors moves: all of them (`tensors`), or the elements that differ from those served (`elements`).
+
+    With `elements` each rank keeps a copy, in host memory, of what it sent of the committed version. Workers keep the
+    elements that they overwrite, in place of a whole rollback copy. All elements move where a rank or a worker lacks
+    the committed version: `Updated.notes` has the reason.
+    """
+
     lease_s: float | None = None
     """Seconds that a worker may serve without being heard; None for no end. The updater renews leases while it is open.
 
@@ -85,6 +94,8 @@ class UpdateOptions:
                 f"policy={self.policy} leaves replicas out, which takes leases that end, and needs one at least; got "
                 f"lease_s={self.lease_s}; set lease_s, or policy='all'"
             )
+        if self.changed not in ("tensors", "elements"):
+            raise ValueError(f"changed is tensors or elements, got {self.changed!r}")
         if self.transfer not in ("auto", "broadcast", "targeted"):
             raise ValueError(f"transfer is auto, broadcast or targeted, got {self.transfer!r}")
         if self.rollback not in ("host", "disk", "none"):

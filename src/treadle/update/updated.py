@@ -17,7 +17,7 @@ class Updated:
     epoch: int
     """The attempt's number. Numbers grow; those of failed attempts are not used again."""
     size_bytes: int
-    """Bytes broadcast, counted once however many workers took them; 0 where nothing had to move."""
+    """Bytes sent, those of a broadcast counted once; of changed elements as encoded; 0 where nothing had to move."""
     rollback_bytes: int
     """Bytes of the rollback copy that this rank's worker held until commit."""
     rollbacks: int
@@ -25,7 +25,7 @@ class Updated:
     seconds: dict[str, float]
     """Elapsed time by phase, and `total`."""
     notes: tuple[str, ...]
-    """What the plan left out for want of memory, why all tensors moved, which workers left the set."""
+    """What the plan left out for want of memory, why all tensors or elements moved, which workers left the set."""
     shares: Shares | None = field(repr=False, default=None)
     """The plan; None where nothing moved."""
     times: BucketTimes | None = field(repr=False, default=None)

@@ -27,16 +27,18 @@ def plan_transfer(
     *,
     transfer: Transfer = "auto",
     rates: Rates = LIKELY,
+    shared: bool = False,
 ) -> UpdatePlan:
     """Plan an update in one of the two ways, with `auto` the one that takes less time at these rates.
 
-    A targeted plan that cannot be made is a ValueError, with `auto` broadcasts.
+    A targeted plan that cannot be made is a ValueError, with `auto` broadcasts. `shared`: one of broadcasts lists, too,
+    what several ranks have.
     """
     if transfer == "broadcast":
-        return plan_update(have, want, memory, only)
+        return plan_update(have, want, memory, only, shared=shared)
     if transfer == "targeted":
         return plan_targeted(have, want, memory, only)
-    broadcast = plan_update(have, want, memory, only)
+    broadcast = plan_update(have, want, memory, only, shared=shared)
     try:
         targeted = plan_targeted(have, want, memory, only)
     except UntargetedError:

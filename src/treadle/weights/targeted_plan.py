@@ -15,7 +15,7 @@ from treadle.weights.bundles import Bundle, Ranks, Unit, make_bundles, size_in_b
 from treadle.weights.collecting import uncollected
 from treadle.weights.match import MatchedBox, Matcher
 from treadle.weights.tensor_boxes import Holding, Piece
-from treadle.weights.update_plan import Bucket, Item, SharedPieces, UpdatePlan, by_tensor, moved, units_of
+from treadle.weights.update_plan import Bucket, Item, UpdatePlan, by_tensor, moved, shared_of, units_of
 
 A_PAIR = 4
 """Buckets that a pair of devices has about, where they are not smaller than `Memory.least_bytes` then."""
@@ -184,12 +184,3 @@ def _bucket(turn: int, source: int, dest: int, bundles: Sequence[Bundle]) -> Buc
             items.append(Item(Piece(unit.tensor.name, box), offset))
             offset += size_in_bucket(unit.tensor, box)
     return Bucket(source, turn, tuple(items), offset, dest)
-
-
-def shared_of(units: Sequence[Unit]) -> tuple[SharedPieces, ...]:
-    """Pieces that several ranks have, by these ranks."""
-    by_ranks: dict[Ranks, list[Piece]] = {}
-    for unit in units:
-        if len(unit.ranks) > 1:
-            by_ranks.setdefault(unit.ranks, []).append(Piece(unit.tensor.name, unit.part.box))
-    return tuple(SharedPieces(ranks, tuple(pieces)) for ranks, pieces in sorted(by_ranks.items()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -64,8 +64,8 @@ class UpdatePlan(ShownInNotebooks):
     """Bucket i is broadcast i-th and goes into IPC buffer i % num_ipc; worker w takes `takes[w][i]` from it.
 
     `num_h2d` 0: a source copies straight into the IPC buffer that it will broadcast from. A targeted plan
-    (`num_targets` takers) has no `takes`: the `dest` of a bucket takes all of it. No other device sees it, so `shared`
-    are the pieces that several ranks have, to be compared by themselves.
+    (`num_targets` takers) has no `takes`: the `dest` of a bucket takes all of it. Where ranks do not see the elements
+    of other ranks' buckets, `shared` are the pieces that several ranks have, to be compared by themselves.
     """
 
     tensors: dict[str, Tensor]
@@ -113,17 +113,19 @@ class UpdatePlan(ShownInNotebooks):
         return hashed.hexdigest()
 
 
-def plan_update(have: Holding, want: Holding, memory: Memory, only: Collection[str] | None = None) -> UpdatePlan:
+def plan_update(
+    have: Holding, want: Holding, memory: Memory, only: Collection[str] | None = None, *, shared: bool = False
+) -> UpdatePlan:
     """Move what workers want, each byte to each of them once; with `only`, of those tensors alone.
 
     A wanted byte that no rank has is a ValueError, and so is a name in `only` that no worker wants. What several ranks
-    have comes from whoever has least to send.
+    have comes from whoever has least to send; with `shared` the plan lists it.
     """
     with uncollected():
-        return _plan(have, want, memory, only)
+        return _plan(have, want, memory, only, shared=shared)
 
 
-def _plan(have: Holding, want: Holding, memory: Memory, only: Collection[str] | None) -> UpdatePlan:
+def _plan(have: Holding, want: Holding, memory: Memory, only: Collection[str] | None, *, shared: bool) -> UpdatePlan:
     tensors, matcher = moved(have, want, only), Matcher()
     wanted, wanting = by_tensor(want, tensors, matcher)
     units = units_of(have, want, tensors, wanted, matcher)
@@ -145,7 +147,17 @@ def _plan(have: Holding, want: Holding, memory: Memory, only: Collection[str] | 
         min(buffers.num_h2d, num_rounds),
         min(buffers.num_ipc, max(1, len(buckets))),
         (*(buffers.notes if num_rounds > 1 else buffers.notes[1:]), *notes),
+        shared=shared_of(units) if shared else (),
     )
+
+
+def shared_of(units: Sequence[Unit]) -> tuple[SharedPieces, ...]:
+    """Pieces that several ranks have, by these ranks."""
+    by_ranks: dict[Ranks, list[Piece]] = {}
+    for unit in units:
+        if len(unit.ranks) > 1:
+            by_ranks.setdefault(unit.ranks, []).append(Piece(unit.tensor.name, unit.part.box))
+    return tuple(SharedPieces(ranks, tuple(pieces)) for ranks, pieces in sorted(by_ranks.items()))
 
 
 def moved(have: Holding, want: Holding, only: Collection[str] | None) -> dict[str, Tensor]:

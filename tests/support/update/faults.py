@@ -132,12 +132,14 @@ def _options(case: Case) -> UpdateOptions:
 
     rollback = random.Random(-case.number).choice(("host", "host", "disk", "none"))
     transfer = random.Random(case.number).choice(("broadcast", "targeted"))
+    changed = random.Random(-case.number - 1).choice(("tensors", "elements"))
     return UpdateOptions(
         memory=SMALL,
         rollback=rollback,  # type: ignore[arg-type]
         deadline_s=case.deadline_s,
         drain_s=0.2,
         transfer=transfer,  # type: ignore[arg-type]
+        changed=changed,  # type: ignore[arg-type]
     )
 
 

@@ -96,6 +96,9 @@ class Troubled(Plain):
         return self._meet("begin") or super().begin()
 
     def load(self, arrivals: Sequence[Arrival]) -> str | None:
+        trouble = self.trouble
+        if trouble is not None and trouble.act == "tear" and self.calls >= trouble.at:
+            super().load(list(arrivals)[: len(arrivals) // 2])
         return self._meet("load") or super().load(arrivals)
 
     def finish(self) -> str | None:
@@ -118,10 +121,10 @@ def zeros(want: Holding, worker: int, kind: type[Plain] = Plain) -> Plain:
     return kind(held, tensors=want.tensors, boxes=boxes)
 
 
-def _worker_main(directory: Path, worker: int, want: Holding, pipe: Connection) -> None:
+def _worker_main(directory: Path, worker: int, want: Holding, kind: type[Troubled], pipe: Connection) -> None:
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    adapter = zeros(want, worker, Troubled)
+    adapter = zeros(want, worker, kind)
     assert isinstance(adapter, Troubled)
 
     def answer(body: bytes) -> tuple[int, bytes]:
@@ -160,8 +163,8 @@ def _end_with_parent() -> None:
 class Workers:
     """Worker processes of one set, each of which can be started again."""
 
-    def __init__(self, want: Holding) -> None:
-        self.want = want
+    def __init__(self, want: Holding, kind: type[Troubled] = Troubled) -> None:
+        self.want, self.kind = want, kind
         self.directory = Path(tempfile.mkdtemp(prefix="treadle-u"))
         self.directory.chmod(0o700)
         self.sockets, self.ledger = self.directory / "s", self.directory / "l"
@@ -176,7 +179,7 @@ class Workers:
     def start(self, worker: int) -> None:
         context = server()
         self.pipes[worker], theirs = context.Pipe()
-        args = (self.sockets, worker, self.want, theirs)
+        args = (self.sockets, worker, self.want, self.kind, theirs)
         self.processes[worker] = context.Process(target=_worker_main, args=args, daemon=True)
         self.processes[worker].start()
         theirs.close()

@@ -30,7 +30,7 @@ DIGEST_BYTES = 16
 _POLL_S = 0.00005
 
 _UNSIGNED: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
-_SIGNED: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SIGNED: dict[int, torch.dtype] = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """torch copies and compares signed integers on every device; of the unsigned ones NumPy is the better user."""
 
 
@@ -120,7 +120,7 @@ def _copy_hashed(target: Array, source: Array) -> bytes:
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().view(_SIGNED[tensor.element_size()])
+    return tensor.detach().view(SIGNED[tensor.element_size()])
 
 
 def cut(array: Array, at: tuple[slice | int, ...]) -> Array:

@@ -79,7 +79,7 @@ class RankState:
     `speaks`: it has a worker. `began`: the worker knows of the attempt. `loads`: the worker gets a version. `voted`:
     the coordinator may know that the worker has staged; from then on only the coordinator's word counts. `decided`:
     that word was to commit. `worker_late`: a wait for the worker timed out, so an answer of it may still come.
-    `ending`: see `Ending`.
+    `delta`: buckets have changed elements. `ending`: see `Ending`.
     """
 
     rank: int
@@ -98,6 +98,7 @@ class RankState:
     go: Go | None = None
     layouts: Layouts | None = None
     plan: str = ""
+    delta: bool = False
     samples: tuple[Sample, ...] = ()
 
     @property
@@ -130,12 +131,12 @@ def heard(state: RankState, message: FromCoordinator) -> Step:
     return state, AskWorker(_grant(state, new=True)) if state.loads else _agreed(state)
 
 
-def worked(state: RankState, value: Any = None) -> Step:
-    """Return the rank has done its own work; `value` is the result."""
+def worked(state: RankState, value: Any = None, *, delta: bool = False) -> Step:
+    """Return the rank has done its own work; `value` is the result. `delta`: changed elements will move, no others."""
     if state.phase == "layout":
         return state, TellCoordinator(value, (Layouts, Proceed))
     if state.phase == "plan":
-        state = replace(state, plan=value)
+        state = replace(state, plan=value, delta=delta)
         return state, _agreed(state)
     state = replace(state, phase="finish", samples=value if value is not None else ())
     return (state, AskWorker(Finish(state.epoch))) if state.loads else _vote(state)
@@ -218,11 +219,12 @@ def _begin(state: RankState) -> Begin:
     options, layouts = state.options, state.layouts
     assert layouts is not None
     how = options.rollback, options.close, options.drain_s, options.checked, layouts.only is not None
-    return Begin(state.epoch, layouts.version, state.plan, *how, state.log)
+    return Begin(state.epoch, layouts.version, state.plan, *how, state.log, state.delta)
 
 
 def _agreed(state: RankState) -> TellCoordinator:
-    return TellCoordinator(Agreed(state.epoch, state.rank, state.phase, state.plan if state.phase == "plan" else ""))
+    value = state.plan + (" changed elements" if state.delta else "") if state.phase == "plan" else ""
+    return TellCoordinator(Agreed(state.epoch, state.rank, state.phase, value))
 
 
 def _vote(state: RankState) -> Step:

@@ -106,7 +106,10 @@ class TakePlan(Message, frozen=True):
 
 
 class Begin(Message, frozen=True):
-    """Make a rollback copy, close, and get ready to load. `partial`: tensors outside of the plan stay as they are."""
+    """Make a rollback copy, close, and get ready to load. `partial`: tensors outside of the plan stay as they are.
+
+    `delta`: buckets have the elements that differ from the version that is served, which is the committed one.
+    """
 
     epoch: int
     version: int
@@ -117,14 +120,16 @@ class Begin(Message, frozen=True):
     checked: bool
     partial: bool
     log: str = ""
+    delta: bool = False
 
 
 class Load(Message, frozen=True):
-    """Load a bucket, which is in the buffer with that index."""
+    """Load a bucket, which is in the buffer with that index: `delta_bytes` of changed elements; 0: it is whole."""
 
     epoch: int
     bucket: int
     buffer: int
+    delta_bytes: int = 0
 
 
 class Export(Message, frozen=True):
@@ -163,6 +168,7 @@ class Status(Message, frozen=True):
     process at a time holds (`holds_slot`); where this process does not, `before` is the pid of the one that does.
     `replica` is the number of the first worker of its engine. `staged` is the attempt that it has voted for, 0 if none.
     `stamp_ns` is the time of this status by the worker's clock, `term` the last coordinator of its log that it heard.
+    `base` is the plan whose boxes the worker keeps a copy of as they are served; empty where it has none.
     """
 
     worker: int
@@ -183,6 +189,7 @@ class Status(Message, frozen=True):
     staged: int = 0
     stamp_ns: int = 0
     term: int = 0
+    base: str = ""
 
 
 class Welcome(Message, frozen=True):
@@ -241,11 +248,15 @@ class Exported(Message, frozen=True):
 
 
 class Prepared(Message, frozen=True):
-    """The worker holds the version, whole, and does not serve it. `digest` is empty where the engine has none."""
+    """The worker holds the version, whole, and does not serve it. `digest` is empty where the engine has none.
+
+    `rollback_bytes` is the size of its rollback copy by now: that of a delta grows with each bucket.
+    """
 
     epoch: int
     version: int
     digest: str
+    rollback_bytes: int = 0
 
 
 class Answer(Message, frozen=True):

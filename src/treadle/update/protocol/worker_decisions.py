@@ -145,7 +145,7 @@ def begin(state: WorkerState, message: Begin) -> Moves:
         raise MessageRefusedError(
             "foreign", f"worker {state.worker} was settled by log {state.attempt}, not {message.log}"
         )
-    if message.partial and state.state != "serving":
+    if (message.partial or message.delta) and state.state != "serving":
         raise MessageRefusedError("order", f"worker {state.worker} serves no version that a part could be added to")
     served = state.state == "serving"
     loading = replace(state, state="loading", epoch=message.epoch, begun=message, served=served, touched=False)

@@ -29,8 +29,10 @@ from treadle.update.protocol.update_messages import (
 )
 from treadle.update.rank.broadcast import BroadcastError
 from treadle.update.rank.bucket_loop import BucketLoop
+from treadle.update.rank.common_base import gather_missing, missing_base, why_all_move
 from treadle.update.rank.comparing import TieComparison
 from treadle.update.rank.context import RankContext, UpdateRequest
+from treadle.update.rank.delta_packing import delta_room
 from treadle.update.rank.load_phase import Loading
 from treadle.update.rank.plans import UnplannableError
 from treadle.update.rank.shares import Shares
@@ -66,6 +68,10 @@ class AttemptRun:
         self._shares: Shares | None = None
         self._ties: TieComparison | None = None
         self._rollback_bytes = 0
+        self._finds_changed = self.options.changed == "elements" and request.kind == "update"
+        self._why_all = ""
+        """Why all elements move where the options ask for changed ones."""
+        self._moved_bytes = 0
 
     @property
     def worker(self) -> WorkerClient:
@@ -98,6 +104,9 @@ class AttemptRun:
             action: Action
             entry = self._enter()
             self.state, action = rank.heard(self.state, self._tell(TellCoordinator(entry, (Go,))))
+            go = self.state.go
+            assert go is not None
+            self.context.share.settle(go.log, go.epochs)
         while not isinstance(action, AttemptDone):
             with self._in(self.phase):
                 match action:
@@ -110,7 +119,8 @@ class AttemptRun:
                         self.state, action = rank.worked(self.state, self._describe(asked))
                     # 4. Plan: every rank makes the same plan; it hands its worker the worker's part, and the buffers.
                     case Work("plan"):
-                        self.state, action = rank.worked(self.state, self._plan())
+                        digest = self._plan()
+                        self.state, action = rank.worked(self.state, digest, delta=self._all_have_a_base())
                     # 5. Begin: the worker makes its rollback copy, then closes.
                     case AskWorker(Begin() as message):
                         self.state, action = rank.answered(self.state, self._begin(message))
@@ -123,6 +133,8 @@ class AttemptRun:
                     # -------- POINT OF NO RETURN: with all votes in, the coordinator writes the decision to its log.
                     case TellCoordinator():
                         self.state, action = rank.heard(self.state, self._tell(action))
+        if self.request.kind == "update":
+            self.context.share.settle(self.state.log, (self.epoch,))
         return self._updated()
 
     def _updated(self) -> Updated:
@@ -137,11 +149,11 @@ class AttemptRun:
         return Updated(
             self.state.version,
             self.epoch,
-            sum(bucket.size_bytes for bucket in shares.plan.buckets),
+            self._moved_bytes,
             self._rollback_bytes,
             rollbacks,
             self.seconds,
-            (*shares.plan.notes, *([why] if why else [])),
+            (*shares.plan.notes, *filter(None, (why, self._why_all))),
             shares,
             self.loop.times,
         )
@@ -222,13 +234,13 @@ class AttemptRun:
         """Make the plan and hand the worker its part; the plan's digest, which must be the same on all ranks."""
         context, layouts, deadline_s = self.context, self._layouts, self.options.deadline_s
         try:
-            shares = context.plans.of(layouts, self.options.transfer)
+            shares = context.plans.of(layouts, self.options.transfer, delta=self._finds_changed)
         except WireError as error:
             raise failure(self.epoch, self.coordinator.name, "plan", str(error)) from error
         except UnplannableError as error:
             raise failure(self.epoch, error.who, "plan", str(error)) from error
         self._ties = self._compare_ties(shares)
-        context.buffers.fit(shares)
+        context.buffers.fit(shares, delta_room(shares.plan) if self._finds_changed else 0)
         if self.state.speaks:
             exports = context.rank in layouts.holds
             name = shares.name(exports=exports)
@@ -236,6 +248,15 @@ class AttemptRun:
             self.worker.map(context.buffers.all, context.device.type, deadline_s)
         self._shares = shares
         return shares.digest
+
+    def _all_have_a_base(self) -> bool:
+        """Return whether changed elements move: all ranks and workers have the version that these are added to."""
+        assert self._shares is not None
+        if not self._finds_changed or not self._shares.plan.buckets:
+            return False
+        own = missing_base(self.context, self._shares, self._status, self._ties)
+        self._why_all = why_all_move(gather_missing(self.context, self._layouts.group, own))
+        return not self._why_all
 
     def _compare_ties(self, shares: Shares) -> TieComparison | None:
         """Compare names that engines have tied, before anything closes, as far as this rank has both."""
@@ -264,15 +285,30 @@ class AttemptRun:
 
     def _load(self) -> tuple[Sample, ...]:
         assert self._shares is not None
-        loading = Loading(self.context, self._shares, self._layouts, self.request.source, self.epoch, self._ties)
+        noted = self._finds_changed and self.request.source is not None
+        if noted:
+            self.context.share.begin(self.state.log, self.epoch, self._shares.digest)
+        loading = Loading(
+            self.context,
+            self._shares,
+            self._layouts,
+            self.request.source,
+            self.epoch,
+            self._ties,
+            delta=self.state.delta,
+            noted=noted,
+        )
         self.loop = loading.loop
         samples = loading.run(loads=self.state.loads)
+        self._moved_bytes = loading.moved_bytes
         if self._ties is not None:
             self._refuse_ties(self._ties, "load")
         return samples
 
     def _finish(self, message: Finish) -> Prepared:
-        return self.worker.ask(message, Prepared, self.options.deadline_s)
+        prepared = self.worker.ask(message, Prepared, self.options.deadline_s)
+        self._rollback_bytes = max(self._rollback_bytes, prepared.rollback_bytes)
+        return prepared
 
     @property
     def _layouts(self) -> Layouts:
@@ -312,6 +348,8 @@ class AttemptRun:
         try:
             known = self.explain(error)
             self._note_sick(known)
+            if known.corrupt:  # a worker may hold something else than this rank's copy
+                self.context.share.drop()
         finally:  # whatever breaks in: the worker must not stay closed for an attempt that is over
             self._end()
             self._bid(rank.farewell(self.state))

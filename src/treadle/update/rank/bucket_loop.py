@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import takewhile
 from time import perf_counter_ns
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ from treadle.update.memory.ipc_buffers import Buffer
 from treadle.update.protocol.update_messages import Export, Exported, Load, Loaded
 from treadle.update.rank.shares import Shares
 from treadle.update.rank.worker_client import WorkerClient
+from treadle.weights.buffer_sizes import aligned
 from treadle.wire.errors import WireError
 
 
@@ -58,7 +60,11 @@ class Where:
 
 
 class BucketLoop:
-    """Moves one attempt's buckets on one rank. `compare(buffer, bucket)` sees each bucket of another rank."""
+    """Moves one attempt's buckets on one rank. `compare(buffer, bucket)` sees each bucket of another rank.
+
+    Whole buckets have the plan's sizes. Of a delta `delta_bytes` gives those of this rank's buckets, once they are
+    encoded, and ranks exchange sizes before a bucket moves.
+    """
 
     def __init__(
         self,
@@ -75,6 +81,7 @@ class BucketLoop:
         deadline_s: float,
         checked: bool,
         compare: Callable[[Buffer, int], None] | None = None,
+        delta_bytes: Callable[[int], int] | None = None,
     ) -> None:
         self.shares, self.rank, self.epoch, self.device = shares, rank, epoch, device
         self.clock = device_of(device, timedelta(seconds=deadline_s))
@@ -86,6 +93,8 @@ class BucketLoop:
         self._filled: dict[int, tuple[Any, Any]] = {}
         self._packed: _Packed | None = None
         self._compare = compare
+        self._delta_bytes = delta_bytes
+        self._sizes: dict[int, int] = {}
         self._arrived: tuple[Buffer, int] | None = None
 
     def run(self, fill: Fill, loads: bool, progress: Callable[[int], None]) -> None:
@@ -97,6 +106,7 @@ class BucketLoop:
             for number, bucket in enumerate(plan.buckets):
                 self._await_loaded(number - plan.num_ipc)
                 self.where.bucket = number
+                self._learn_sizes(number)
                 start, at = self._place(number, fill)
                 self._broadcast((*self.ipc, *self.h2d)[at], number)
                 self.times.broadcast[number] = start, perf_counter_ns()
@@ -161,9 +171,30 @@ class BucketLoop:
         self.wait(work)
 
     def _size(self, number: int) -> int:
-        """Bytes of a bucket, with its digests if they are checked."""
-        table = self.shares.tables[number]
+        """Bytes of a bucket as it moves, with its digests if they are checked."""
+        table, delta_bytes = self.shares.tables[number], self._sizes.get(number)
+        if delta_bytes is not None:
+            return aligned(delta_bytes) + table.end_bytes - table.offset_bytes if self.checked else delta_bytes
         return table.end_bytes if self.checked else self.shares.plan.buckets[number].size_bytes
+
+    def _learn_sizes(self, number: int) -> None:
+        """Gather the sizes of the changed elements of a round, before its first bucket moves."""
+        if self._delta_bytes is None or number in self._sizes:
+            return
+        buckets = self.shares.plan.buckets
+        alike = takewhile(lambda at: buckets[at].round == buckets[number].round, range(number, len(buckets)))
+        numbers = list(alike)
+        own = [self._delta_bytes(at) if buckets[at].source == self.rank else 0 for at in numbers]
+        sizes = torch.tensor(own, dtype=torch.int64, device=self.device)
+        self.wait(self.group.allreduce([sizes]))
+        self._sizes.update(zip(numbers, sizes.tolist(), strict=True))
+
+    def total_bytes(self) -> int:
+        """Return the bytes of changed elements that all ranks have sent. All ranks call this together."""
+        own = sum(size for number, size in self._sizes.items() if self.shares.plan.buckets[number].source == self.rank)
+        total = torch.tensor([own], dtype=torch.int64, device=self.device)
+        self.wait(self.group.allreduce([total]))
+        return int(total)
 
     def _look(self) -> None:
         """Compare the bucket before with this rank's own weights, while the next one is broadcast.
@@ -176,7 +207,7 @@ class BucketLoop:
 
     def _load(self, number: int, at: int) -> None:
         assert self.worker is not None
-        self.worker.send(Load(self.epoch, number, at))
+        self.worker.send(Load(self.epoch, number, at, self._sizes.get(number, 0)))
         self._waiting.append(number)
 
     def _await_loaded(self, last: int) -> None:

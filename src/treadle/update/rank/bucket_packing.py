@@ -56,8 +56,12 @@ class Packer:
 
     def fill(self, buffer: Buffer, number: int) -> None:
         """Put bucket `number` and its table of digests into the buffer; on a device, on the current stream."""
+        self.pack(buffer.tensor, number)
+
+    def pack(self, raw: torch.Tensor, number: int) -> None:
+        """Put bucket `number` and its table of digests into a memory."""
         columns = self._columns(number)
-        raw, items, digests = buffer.tensor, columns.items, dict[int, bytes]()
+        items, digests = columns.items, dict[int, bytes]()
         items.check_room(raw)
         base = raw.data_ptr() if on_host(raw) else 0
         for at, piece in enumerate(columns.pieces):

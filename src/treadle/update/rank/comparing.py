@@ -130,6 +130,11 @@ class TieComparison:
         """The names that this rank has, of tensors that move."""
         return [(name, taken) for name, taken in self.tied if name in self._boxes and taken in self.plan.tensors]
 
+    @property
+    def needs_arrivals(self) -> bool:
+        """True where this rank compares elements that arrive: it lacks the tensor itself."""
+        return bool(self._alone)
+
     @cached_property
     def _alone(self) -> dict[str, list[tuple[str, Box]]]:
         """By the tensor that moves: the boxes of tied names that this rank does not have of the tensor itself."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from treadle.update.protocol.control import Kind
 from treadle.update.rank.broadcast import Broadcasts
+from treadle.update.rank.committed_share import CommittedShare
 from treadle.update.rank.coordinator_client import CoordinatorClient
 from treadle.update.rank.inbox import Inbox
 from treadle.update.rank.lease_keeper import LeaseKeeper
@@ -67,6 +68,7 @@ class RankContext:
     sick_until_s: float = 0.0
     """Until when this rank leaves its worker out, as an attempt failed by it (monotonic)."""
     why_sick: str = ""
+    share: CommittedShare = field(default_factory=CommittedShare)
 
     @property
     def worker(self) -> WorkerClient:

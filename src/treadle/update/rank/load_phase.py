@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 from treadle.update.errors import failure
 from treadle.update.memory.ipc_buffers import Buffer
@@ -12,13 +13,17 @@ from treadle.update.rank.bucket_loop import BucketLoop, Fill, exporting
 from treadle.update.rank.bucket_packing import Packer
 from treadle.update.rank.comparing import SourceComparison, TieComparison, comparison, shared_samples
 from treadle.update.rank.context import RankContext
+from treadle.update.rank.delta_packing import DeltaPacker, NotedPacker
 from treadle.update.rank.shares import Shares
 from treadle.update.rank.source import WeightSource
 from treadle.update.rank.targeted_loop import TargetedLoop
 
 
 class Loading:
-    """Moves the buckets of one attempt. Making it joins the process group, which all ranks do together."""
+    """Moves the buckets of one attempt: whole, or with `delta` their changed elements.
+
+    Making it joins the process group, which all ranks do together.
+    """
 
     def __init__(
         self,
@@ -28,11 +33,18 @@ class Loading:
         source: WeightSource | None,
         epoch: int,
         ties: TieComparison | None,
+        *,
+        delta: bool = False,
+        noted: bool = False,
     ) -> None:
         self.context, self.shares, self.layouts, self.source, self.epoch = context, shares, layouts, source, epoch
+        self._delta, self._noted = delta, noted
+        self._deltas: DeltaPacker | None = None
+        self.moved_bytes = sum(bucket.size_bytes for bucket in shares.plan.buckets)
         group = context.broadcasts.group_of(layouts.group, context.inbox).communicator
         self._comparison = self._compare()
-        self._looks = [comparing.look for comparing in (self._comparison, ties) if comparing is not None]
+        looking = [comparing for comparing in (self._comparison, ties) if comparing is not None]
+        self._looks = [comparing.look for comparing in looking if not delta]
         assert context.broadcasts.waiter is not None
         kind = TargetedLoop if shares.plan.is_targeted else BucketLoop
         self.loop = kind(
@@ -48,8 +60,8 @@ class Loading:
             deadline_s=context.options.deadline_s,
             checked=context.options.checked,
             compare=self._look if self._looks else None,
+            delta_bytes=self._delta_bytes if delta else None,
         )
-
         if isinstance(self.loop, TargetedLoop):
             self.loop.ahead = context.rank not in layouts.holds  # a worker that exports is asked from one thread
 
@@ -60,7 +72,7 @@ class Loading:
     def run(self, *, loads: bool) -> tuple[Sample, ...]:
         """Move all buckets; `loads`: this rank's worker takes some. Raises UpdateError where sources differ.
 
-        Return digests of the pieces that this rank shares with others, where the plan is targeted.
+        Return digests of the pieces that this rank shares with others, where no rank sees another's elements.
         """
         plan, rank = self.shares.plan, self.context.rank
         seen = plan.buckets if not plan.is_targeted else [b for b in plan.buckets if rank in (b.source, b.dest)]
@@ -71,11 +83,14 @@ class Loading:
             done += size_bytes
             self.context.progress(done, total)
 
-        with ThreadPoolExecutor(1, "treadle samples") as beside:
+        fill = self._fill()
+        with ThreadPoolExecutor(1, "treadle samples") as beside, self._deltas or nullcontext():
             over = threading.Event()
             samples = beside.submit(self._samples, over)
             try:
-                self.loop.run(self._fill(), loads, progress)
+                self.loop.run(fill, loads, progress)
+                if self._delta:
+                    self.moved_bytes = self.loop.total_bytes()
             except BaseException:
                 over.set()
                 raise
@@ -85,7 +100,7 @@ class Loading:
         return samples.result()
 
     def _samples(self, over: threading.Event) -> tuple[Sample, ...]:
-        if self.source is None or self.layouts.holds:
+        if self.source is None or self.layouts.holds or not (self._delta or self.shares.plan.is_targeted):
             return ()
         context = self.context
         how = context.options.compare_sources
@@ -99,13 +114,25 @@ class Loading:
             return exporting(context.worker, self.shares, self.epoch, context.buffers.all, deadline_s, checked)
         if self.source is None:  # then no bucket is this rank's
             return _nothing
-        return Packer(self.shares, self.source, checked=checked).fill
+        packer = Packer(self.shares, self.source, checked=checked)
+        if not self._noted:
+            return packer.fill
+        noted = NotedPacker(self.shares, packer, context.share)
+        if not self._delta:
+            return noted.fill
+        self._deltas = DeltaPacker(noted, self.loop.own, context.options.deadline_s)
+        return self._deltas.fill
+
+    def _delta_bytes(self, number: int) -> int:
+        assert self._deltas is not None
+        return self._deltas.size_bytes(number)
 
     def _compare(self) -> SourceComparison | None:
         """A comparison with this rank's own weights. Workers that export all hold one committed version: none."""
         context = self.context
         context.compare_turn = context.compare_turn + 1 if context.compare_turn is not None else self.epoch
-        source = self.source if not self.layouts.holds and not self.shares.plan.is_targeted else None
+        sees = not self.layouts.holds and not self.shares.plan.is_targeted and not self._delta
+        source = self.source if sees else None
         how = context.options.compare_sources
         return comparison(self.shares.plan, source, context.rank, how, context.compare_turn)
 

@@ -34,16 +34,19 @@ class Plans:
         self._known = Known((), (), ())
         self._made: dict[tuple[object, ...], Shares] = {}
 
-    def of(self, layouts: Layouts, transfer: Transfer) -> Shares:
-        """Return the plan of an attempt. Raises UnplannableError, or WireError for a malformed catalogue."""
+    def of(self, layouts: Layouts, transfer: Transfer, *, delta: bool = False) -> Shares:
+        """Return the plan of an attempt. Raises UnplannableError, or WireError for a malformed catalogue.
+
+        `delta`: changed elements alone may move with it.
+        """
         if layouts.catalogue is not None:
             self._known = read_layouts(layouts.catalogue)
             self._made.clear()
-        key = layouts.loads, layouts.holds, layouts.only, transfer
+        key = layouts.loads, layouts.holds, layouts.only, transfer, delta
         if key not in self._made:
             while len(self._made) >= MOST_PLANS:
                 del self._made[next(iter(self._made))]
-            self._made[key] = self._make(layouts, transfer)
+            self._made[key] = self._make(layouts, transfer, delta=delta)
         return self._made[key]
 
     def tied(self, layouts: Layouts) -> list[tuple[str, str]]:
@@ -51,7 +54,7 @@ class Plans:
         sides = {id(side): side for side in (self._known.wants[rank] for rank in layouts.loads)}
         return sorted({pair for side in sides.values() for pair in side.tied})
 
-    def _make(self, layouts: Layouts, transfer: Transfer) -> Shares:
+    def _make(self, layouts: Layouts, transfer: Transfer, *, delta: bool) -> Shares:
         known = self._known
         everyone, free = range(len(known.has)), known.free_bytes
         have = _holding(known.wants, layouts.holds) if layouts.holds else _holding(known.has, everyone)
@@ -61,14 +64,15 @@ class Plans:
         if self._memory is not None:
             memory = replace(self._memory, free_bytes=free)
         else:  # all that is free: engines need some of it
-            memory = Memory(free, copies=max((known.wants[rank].copies for rank in layouts.loads), default=0))
+            copies = max((known.wants[rank].copies for rank in layouts.loads), default=0)
+            memory = Memory(free, copies=copies + delta)  # a delta is decoded into one more
         tied = self.tied(layouts)
         _check_changed(layouts.only, have, want)
         _check_tied(tied, have)
         try:
             if any(name in have.tensors for name, _ in tied):  # compared by ranks that see every bucket
                 transfer = "broadcast"
-            plan = plan_transfer(have, want, memory, layouts.only, transfer=transfer)
+            plan = plan_transfer(have, want, memory, layouts.only, transfer=transfer, shared=delta)
         except ValueError as error:
             raise UnplannableError("the update ranks", f"{error}{_instead(layouts)}") from error
         if layouts.only is None and not layouts.holds:

@@ -21,10 +21,11 @@ class RankBuffers:
         """IPC buffers, then H2D buffers: a Load or Export message names a buffer by its index here."""
         return [*self.ipc, *self.h2d]
 
-    def fit(self, shares: Shares) -> None:
-        """Make buffers of the plan's number and size, unless those at hand suffice."""
-        self.ipc = self._fit(self.ipc, shares.plan.num_ipc, shares.buffer_bytes)
-        self.h2d = self._fit(self.h2d, shares.plan.num_h2d, shares.buffer_bytes)
+    def fit(self, shares: Shares, more_bytes: int = 0) -> None:
+        """Make buffers of the plan's number and size, each with some more bytes, unless those at hand suffice."""
+        size_bytes = shares.buffer_bytes + more_bytes
+        self.ipc = self._fit(self.ipc, shares.plan.num_ipc, size_bytes)
+        self.h2d = self._fit(self.h2d, shares.plan.num_h2d, size_bytes)
 
     def _fit(self, held: list[Buffer], num: int, size_bytes: int) -> list[Buffer]:
         if len(held) >= num and all(buffer.size_bytes >= size_bytes for buffer in held[:num]):

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
 
+import torch
+
 from treadle.update.rank.bucket_loop import BucketLoop, Fill
 from treadle.weights.bucket_stream import matched_steps
 from treadle.weights.update_plan import UpdatePlan
@@ -49,6 +51,8 @@ class TargetedLoop(BucketLoop):
                 if out is not None:
                     at = self._pack(fill, out, sent)
                     sent += 1
+                if self._delta_bytes is not None:
+                    self._exchange_sizes(out, into)
                 if out == into:
                     assert out is not None
                     self._load(out, len(self.ipc) + at)
@@ -77,21 +81,11 @@ class TargetedLoop(BucketLoop):
         return at
 
     def _move(self, out: int | None, packed: int, into: int | None, free: int) -> None:
-        """Send one bucket and receive another, as one call where the backend has such calls."""
-        start, works, plan = perf_counter_ns(), list[Any](), self.shares.plan
-        together = getattr(self.group, "supports_coalescing", False) and out is not None and into is not None
-        if together:
-            self.group._start_coalescing()
-        if into is not None:
-            buffer = self.ipc[free].tensor[: self._size(into)]
-            works.append(self.group.recv([buffer], plan.buckets[into].source, 0))
-        if out is not None:
-            buffer = self.h2d[packed].tensor[: self._size(out)]
-            works.append(self.group.send([buffer], plan.buckets[out].dest, 0))
-        if together:
-            works = [self.group._end_coalescing()]
-        for work in works:
-            self.wait(work)
+        """Send one bucket and receive another."""
+        start = perf_counter_ns()
+        comes = self.ipc[free].tensor[: self._size(into)] if into is not None else None
+        goes = self.h2d[packed].tensor[: self._size(out)] if out is not None else None
+        self._exchange(out, goes, into, comes)
         times = start, perf_counter_ns()
         if out is not None:
             self.times.send[out] = times
@@ -99,3 +93,36 @@ class TargetedLoop(BucketLoop):
                 self._packed.done(out)
         if into is not None:
             self.times.recv[into] = times
+
+    def _exchange(
+        self, out: int | None, goes: torch.Tensor | None, into: int | None, comes: torch.Tensor | None
+    ) -> None:
+        """Send of one bucket and receive of another, as one call where the backend has such calls."""
+        works, buckets = list[Any](), self.shares.plan.buckets
+        together = getattr(self.group, "supports_coalescing", False) and out is not None and into is not None
+        if together:
+            self.group._start_coalescing()
+        if into is not None:
+            works.append(self.group.recv([comes], buckets[into].source, 0))
+        if out is not None:
+            works.append(self.group.send([goes], buckets[out].dest, 0))
+        if together:
+            works = [self.group._end_coalescing()]
+        for work in works:
+            self.wait(work)
+
+    def _exchange_sizes(self, out: int | None, into: int | None) -> None:
+        """Send and receive the sizes of changed elements, before these."""
+        assert self._delta_bytes is not None
+        goes = comes = None
+        if out is not None:
+            self._sizes[out] = self._delta_bytes(out)
+            goes = torch.tensor([self._sizes[out]], dtype=torch.int64, device=self.device)
+        if out == into:
+            return
+        if into is not None:
+            comes = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._exchange(out, goes, into, comes)
+        if into is not None:
+            assert comes is not None
+            self._sizes[into] = int(comes)

@@ -24,8 +24,8 @@ class Adapter(Protocol):
     can_export: bool
     """Whether the engine can copy its weights out, byte for byte as they were loaded, and load a part over the rest.
 
-    If not, all tensors move in every update, the endpoint keeps a copy of each version that arrives, and peers cannot
-    recover from this engine.
+    Both also between `begin` and `finish`, for updates of changed elements. If not, all tensors are loaded in every
+    update, the endpoint keeps a copy of each version that arrives, and peers cannot recover from this engine.
     """
 
     whole: bool

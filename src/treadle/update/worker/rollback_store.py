@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from treadle.update.memory.box_columns import BoxColumns
+from treadle.update.memory.copying import copy
 from treadle.update.worker.arrived_boxes import Arrival, Leaving, StagedArrivals, StagedColumns
 
 
@@ -36,7 +37,7 @@ class RollbackStore:
                 return refusal
             self._raw = _in_memory(0)
             try:
-                self._raw = _in_memory(need) if self.where is None else _on_disk(self.where, need)
+                self._raw = _in_memory(need) if self.where is None else on_disk(self.where, need)
             except (OSError, MemoryError) as error:
                 what = "host memory" if self.where is None else f"disk in {self.where}"
                 why = error.strerror if isinstance(error, OSError) else "out of memory"
@@ -72,6 +73,12 @@ class RollbackStore:
         assert self.boxes is not None
         return StagedArrivals(StagedColumns(self.boxes, {}, {}), self._raw, {})
 
+    def give(self, boxes: BoxColumns, raw: torch.Tensor, first: int) -> None:
+        """Copy the boxes from number `first` on to these boxes of another memory."""
+        assert self.boxes is not None
+        for at in range(len(boxes)):
+            copy(boxes.view(raw, at), self.boxes.view(self._raw, first + at))
+
     def take(self, first: int, arrivals: Sequence[Arrival]) -> None:
         """Copy arrivals into the boxes from number `first` on."""
         assert self.boxes is not None
@@ -96,7 +103,7 @@ def _in_memory(size_bytes: int) -> torch.Tensor:
     return torch.from_numpy(np.empty(size_bytes, np.uint8))
 
 
-def _on_disk(where: Path, size_bytes: int) -> torch.Tensor:
+def on_disk(where: Path, size_bytes: int) -> torch.Tensor:
     """Map a file without a name, which ends with its process. Without holes: filling one on a full disk kills."""
     with tempfile.TemporaryFile(dir=where, prefix="treadle-old-") as file:
         os.posix_fallocate(file.fileno(), 0, size_bytes)

@@ -47,6 +47,7 @@ from treadle.update.protocol.update_messages import (
 from treadle.update.protocol.worker_decisions import Act, Content, MessageRefusedError, Moves, WorkerState
 from treadle.update.worker.adapter import Adapter
 from treadle.update.worker.arrived_boxes import Arrival, Assembly, StagedArrivals
+from treadle.update.worker.delta_buckets import DeltaBuckets
 from treadle.update.worker.rollback import RollbackCopy
 from treadle.update.worker.staging import arrivals_of, assembled, export_bucket
 from treadle.update.worker.worker_plan import WorkerPlan, boxes_by_name
@@ -128,6 +129,7 @@ class Worker:
             staged=now.epoch if now.state == "staged" else 0,
             stamp_ns=stamp_ns,
             term=self.lease.term if self.lease.log == now.bound else 0,
+            base=self._rollback.base,
         )
 
     def handle(self, message: Any) -> FromWorker:
@@ -276,16 +278,36 @@ class Worker:
             plan = self.plans[begun.plan]
             share = self._share(plan.share(message.bucket), message.bucket)
             buffer = self._buffer(message.buffer)
-            arrivals = arrivals_of(plan, share, buffer, checked=begun.checked)
-            self._make(moves, load=lambda: self._take_in(plan.first_kept[share.bucket], arrivals))
-            finish_copies(buffer.tensor.device)
-            wrong = arrivals.wrong()
-            if wrong is not None:
-                raise MessageRefusedError("corrupt", f"bytes of {wrong} differ from their source's")
+            if (self._rollback.deltas is None) != (message.delta_bytes == 0):
+                raise MessageRefusedError(
+                    "order", f"bucket {share.bucket} is not of the kind that the attempt began with"
+                )
+            if self._rollback.deltas is not None:
+                self._load_delta(moves, self._rollback.deltas, share, buffer, message.delta_bytes)
+            else:
+                arrivals = arrivals_of(plan, share, buffer, checked=begun.checked)
+                self._make(moves, load=lambda: self._take_in(plan.first_kept[share.bucket], arrivals))
+                finish_copies(buffer.tensor.device)
+                self._refuse_wrong(arrivals)
             self._loaded.add(message.bucket)
         return Loaded(message.epoch, message.bucket, start_ns, time.perf_counter_ns())
 
-    def _take_in(self, first: int, arrivals: StagedArrivals) -> str | None:
+    def _load_delta(self, moves: Moves, deltas: DeltaBuckets, share: Share, buffer: Buffer, delta_bytes: int) -> None:
+        """Load changed elements. Digests are compared before anything is overwritten."""
+        assert self.now.begun is not None
+        decoded = deltas.decode(share, buffer, delta_bytes, checked=self.now.begun.checked)
+        self._refuse_wrong(decoded.arrivals)
+        deltas.keep(decoded)
+        first = deltas.plan.first_kept[share.bucket]
+        self._make(moves, load=lambda: self._take_in(first, deltas.arrivals(decoded)))
+        finish_copies(buffer.tensor.device)
+
+    def _refuse_wrong(self, arrivals: StagedArrivals) -> None:
+        wrong = arrivals.wrong()
+        if wrong is not None:
+            raise MessageRefusedError("corrupt", f"bytes of {wrong} differ from their source's")
+
+    def _take_in(self, first: int, arrivals: Sequence[Arrival]) -> str | None:
         self._rollback.stash(first, arrivals)
         return self._take(arrivals)
 
@@ -320,7 +342,7 @@ class Worker:
             self._do(self.adapter.finish())
             self._held = self.adapter.digest() if begun.checked else ""
             self.now = staged
-        return Prepared(message.epoch, begun.version, self._held)
+        return Prepared(message.epoch, begun.version, self._held, self._rollback.size_bytes)
 
     # ---- moves of the engine -----------------------------------------------------------------------------------------
 
@@ -354,7 +376,8 @@ class Worker:
         self._do(self.adapter.abort())
         self._do(self.adapter.begin())
         self._assembly = Assembly()
-        self._do(self._take(self._rollback.arrivals()))
+        for arrivals in self._rollback.arrivals():
+            self._do(self._take(arrivals))
         self._do(self.adapter.finish())
         self._do(self.adapter.invalidate())
         self.rollbacks += 1
