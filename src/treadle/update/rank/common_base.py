@@ -53,7 +53,7 @@ def gather_missing(context: RankContext, group: int, own: MissingBase) -> list[M
     broadcasts, device = context.broadcasts, context.device
     communicator = broadcasts.group_of(group, context.inbox).communicator
     assert broadcasts.waiter is not None
-    found = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(broadcasts.world)]
+    found = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(broadcasts.world.size)]
     broadcasts.waiter.wait(communicator.allgather([found], [torch.tensor([int(own)], device=device)]))
     return [MissingBase(int(missing)) for missing in found]
 
