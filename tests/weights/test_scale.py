@@ -1,4 +1,4 @@
-"""Weight updates at scale, on paper: the figures of benchmarks/weights_scale.py and of docs/weights.md."""
+"""Weight updates at scale, on paper: the figures of benchmarks/weights_scale.py and of docs/weights_plan.md."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_the_model_has_its_published_size() -> None:
 
 
 def test_the_page_of_the_docs_has_these_figures(scale: Any) -> None:
-    text = (ROOT / "docs" / "weights.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "weights_plan.md").read_text(encoding="utf-8")
     rates = scale.fitted_rates()
     for i, row in enumerate(scale.ROWS):
         took = scale.seconds(scale.program_of(row), rates)
