@@ -88,9 +88,9 @@ PLANTS = {
         "treadle.runtime.model.gradient_bucket",
         (
             (
-                "            self.group.wait(self._work)\n",
+                "            for work in self._works:\n",
                 "            self.flat = self.flat.clone()\n            self._views = self._all_views()\n"
-                "            self.group.wait(self._work)\n",
+                "            for work in self._works:\n",
             ),
         ),
         "kind=dp,schedule=1f1b|zb-h1,dtype=bfloat16,num_classes=32000",

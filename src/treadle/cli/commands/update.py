@@ -156,8 +156,8 @@ def _watch(directory: Path, where: UpdateTarget) -> int:
 
     if _RANK in os.environ:
         raise ValueError(
-            "--watch starts its update ranks itself, on this host; call it without torchrun, or run treadle update "
-            "--from under torchrun for each checkpoint"
+            "--watch starts its update ranks itself, on this host; call it without torchrun, or give each "
+            "checkpoint by --from under torchrun"
         )
     common = _without_watch(sys.argv[1:])
     return push_each(
