@@ -85,7 +85,7 @@ class Wrong:
         return made
 
 
-def update(
+def three_updates(
     rank: int, places: tuple[Path, Path], have: Holding, options: UpdateOptions, wrong: Wrong | None
 ) -> list[Any]:
     """The first version is the same on all ranks, the second may not be, the third is again."""
@@ -104,7 +104,7 @@ def update(
 
 def updates(workers: Workers, have: Holding, options: UpdateOptions, wrong: Wrong | None) -> list[list[Any]]:
     places = workers.sockets, workers.ledger
-    return check(run_ranks(len(have.pieces), update, places, have, options, wrong))
+    return check(run_ranks(len(have.pieces), three_updates, places, have, options, wrong))
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update.models import SMALL, Compare, model, served, source_of, trained
 from tests.support.update.workers import Workers
 from tests.update.test_separate_sets import CASES, Sets
-from tests.update.test_sources import Wrong, replicas
+from tests.update.test_sources import Wrong, replicas, three_updates
 from treadle.ir.ops import OpKind
-from treadle.update import UpdateError, UpdateOptions, Updater
+from treadle.update import UpdateOptions, Updater
 from treadle.update.update_options import CompareSources
 from treadle.weights.buffer_sizes import Memory
 from treadle.weights.chosen_plan import plan_transfer
@@ -120,23 +118,6 @@ def test_the_plan_takes_the_faster_way() -> None:
 # ---- sources that differ ---------------------------------------------------------------------------------------------
 
 
-def differ(
-    rank: int, places: tuple[Path, Path], have: Holding, options: UpdateOptions, wrong: Wrong | None
-) -> list[Any]:
-    """What becomes of version 2, which may differ between ranks, and of version 3, which does not."""
-    told: list[Any] = []
-    with Updater(places[0], ledger=places[1], options=options) as updater:
-        updater.update(source_of(have, rank, 1), 1)
-        try:
-            source = wrong.source(have, rank, 2) if wrong is not None else source_of(have, rank, 2)
-            told.append(updater.update(source, 2).version)
-        except UpdateError as error:
-            told.append(str(error))
-        dist.barrier()
-        told.append(updater.update(source_of(have, rank, 3), 3).version)
-    return told
-
-
 @pytest.mark.parametrize(
     ("num", "compare", "wrong", "words"),
     [
@@ -167,7 +148,7 @@ def test_sources_that_differ_are_refused_before_the_decision(
     have, want = replicas(num)
     with Workers(want) as workers:
         places, options = (workers.sockets, workers.ledger), replace(OPTIONS, compare_sources=compare)
-        for second, third in check(run_ranks(num, differ, places, have, options, wrong)):
+        for second, third in check(run_ranks(num, three_updates, places, have, options, wrong)):
             assert third == 3
             if wrong is None:
                 assert second == 2
@@ -183,7 +164,7 @@ def test_without_a_comparison_a_mixture_passes() -> None:
     have, want = replicas(2)
     with Workers(want) as workers:
         places, options = (workers.sockets, workers.ledger), replace(OPTIONS, compare_sources="off")
-        told = check(run_ranks(2, differ, places, have, options, Wrong(1, "large", whole=True)))
+        told = check(run_ranks(2, three_updates, places, have, options, Wrong(1, "large", whole=True)))
         assert [second for second, _ in told] == [2, 2]
 
 

@@ -51,14 +51,16 @@ class Stream:
 def stream_of(plan: UpdatePlan) -> Stream:
     """The stream of a plan; worker w's device is update rank w."""
     num_devices = max(len(plan.takes), 1 + max((bucket.source for bucket in plan.buckets), default=0))
+    dest: Ints | None = None
     if plan.is_targeted:
-        return _targeted(plan, max(num_devices, plan.num_targets))
-    taken = np.zeros((len(plan.buckets), num_devices), np.int64)
-    columns: dict[int, Longs] = {}
-    for worker, row in enumerate(plan.takes):
-        if id(row) not in columns:
-            columns[id(row)] = np.array([_taken(plan, bucket, takes) for bucket, takes in enumerate(row)], np.int64)
-        taken[:, worker] = columns[id(row)]
+        num_devices, dest = (
+            max(num_devices, plan.num_targets),
+            np.array([bucket.dest for bucket in plan.buckets], np.int32),
+        )
+        all_of_it = [_taken(plan, number, bucket.all_of_it) for number, bucket in enumerate(plan.buckets)]
+        taken = np.array(all_of_it, np.int64).reshape(-1, 1)
+    else:
+        taken = _taken_by_workers(plan, num_devices)
     return Stream(
         num_devices,
         plan.num_h2d,
@@ -67,21 +69,18 @@ def stream_of(plan: UpdatePlan) -> Stream:
         np.array([bucket.round for bucket in plan.buckets], np.int32),
         np.array([bucket.size_bytes for bucket in plan.buckets], np.int64),
         taken,
+        dest,
     )
 
 
-def _targeted(plan: UpdatePlan, num_devices: int) -> Stream:
-    taken = [_taken(plan, number, bucket.all_of_it) for number, bucket in enumerate(plan.buckets)]
-    return Stream(
-        num_devices,
-        plan.num_h2d,
-        plan.num_ipc,
-        np.array([bucket.source for bucket in plan.buckets], np.int32),
-        np.array([bucket.round for bucket in plan.buckets], np.int32),
-        np.array([bucket.size_bytes for bucket in plan.buckets], np.int64),
-        np.array(taken, np.int64).reshape(-1, 1),
-        np.array([bucket.dest for bucket in plan.buckets], np.int32),
-    )
+def _taken_by_workers(plan: UpdatePlan, num_devices: int) -> Longs:
+    taken = np.zeros((len(plan.buckets), num_devices), np.int64)
+    columns: dict[int, Longs] = {}
+    for worker, row in enumerate(plan.takes):
+        if id(row) not in columns:
+            columns[id(row)] = np.array([_taken(plan, bucket, takes) for bucket, takes in enumerate(row)], np.int64)
+        taken[:, worker] = columns[id(row)]
+    return taken
 
 
 def matched_steps(source: Sequence[int], dest: Sequence[int]) -> list[int]:
