@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,9 @@ from treadle.runtime.model.tied import Tie
 
 BUCKET_SIZE = 40_000_000
 """Elements of a bucket, at most, unless one parameter has more."""
+
+ReducedByOp: TypeAlias = BucketNumber | int
+"""What an op reduces: a chunk or one of its buckets, or a tie by the number of its reduction."""
 
 
 @dataclass
@@ -148,16 +152,15 @@ class Gradients:
         self._use(dict(buckets.gradients), dict(buckets.tied_gradients))
 
     def _use(self, chunks: dict[BucketNumber, list[GradientBucket]], ties: dict[int, list[GradientBucket]]) -> None:
-        self._of_chunk, self._of_tie = chunks, ties
-        self.buckets = [*chain.from_iterable(chunks.values()), *chain.from_iterable(ties.values())]
+        self._of_op: dict[ReducedByOp, list[GradientBucket]] = {**chunks, **ties}
+        self.buckets = list(chain.from_iterable(self._of_op.values()))
         self._places: dict[Tensor, list[tuple[GradientBucket, int]]] = {}
         for bucket in self.buckets:
             for number, slot in enumerate(bucket.slots):
                 for param in slot.params:
                     self._places.setdefault(param, []).append((bucket, number))
-        for param in dict.fromkeys(param for bucket in self.buckets for slot in bucket.slots for param in slot.params):
-            if param not in self._hooks:
-                self._listen(param)
+                    if param not in self._hooks:
+                        self._listen(param)
 
     @property
     def is_divided(self) -> bool:
@@ -231,38 +234,21 @@ class Gradients:
             return None
         return bucket.main(number) if bucket.filled[number] else None
 
-    def gather(self, chunk: int, number: int) -> None:
-        """Completes the sums of a chunk, or of one of its buckets, that are reduced."""
-        self._complete(self._of_chunk.get((chunk, number), ()))
-
-    def gather_tied(self, number: int) -> None:
-        """Completes this rank's sums of tied parameters."""
-        self._complete(self._of_tie.get(number, ()))
-
-    def _complete(self, buckets: Iterable[GradientBucket]) -> None:
+    def gather(self, what: ReducedByOp) -> None:
+        """Completes the sums that an op reduces."""
         with self._taking:
             assert self._before is not None, "a step that was given up takes nothing any more"
-            for bucket in buckets:
+            for bucket in self._of_op.get(what, ()):
                 bucket.complete()
 
-    def reduce(self, chunk: int, number: int) -> None:
-        """Launches the reduction of the gradients of a chunk, or of one of its buckets."""
-        for bucket in self._of_chunk.get((chunk, number), ()):
+    def reduce(self, what: ReducedByOp) -> None:
+        """Launches the reduction of an op."""
+        for bucket in self._of_op.get(what, ()):
             bucket.launch()
 
-    def reduce_tied(self, number: int) -> None:
-        """Launches the reduction of tied parameters' gradients."""
-        for bucket in self._of_tie.get(number, ()):
-            bucket.launch()
-
-    def arrive(self, chunk: int, number: int) -> None:
+    def arrive(self, what: ReducedByOp) -> None:
         """Waits for a reduction. The host reads at the end of the step which parameters were used."""
-        for bucket in self._of_chunk.get((chunk, number), ()):
-            bucket.arrive()
-
-    def arrive_tied(self, number: int) -> None:
-        """Waits for the reduction of tied parameters' gradients."""
-        for bucket in self._of_tie.get(number, ()):
+        for bucket in self._of_op.get(what, ()):
             bucket.arrive()
 
     def finish(self, *, reduce: bool) -> None:

@@ -242,12 +242,12 @@ def _as_told(stage: Chunk, mb: int, grads: Grads, device: torch.device) -> Seque
 
 
 def reduce_grad(part: RankProgram, op: Op) -> OpCalls:
-    """REDUCE_GRAD, REDUCE_SCATTER: the gradients of a chunk, or of one of its buckets, summed over replicas."""
-    gradients, bucket = part.gradients, (op.chunk, op.layer)
+    """REDUCE_GRAD, REDUCE_SCATTER, REDUCE_TIED: the gradients of a chunk, a bucket or a tie, summed over its ranks."""
+    gradients, what = part.gradients, op.layer if op.kind is OpKind.REDUCE_TIED else (op.chunk, op.layer)
     return OpCalls(
-        prepare=partial(gradients.gather, *bucket),
-        launch=partial(gradients.reduce, *bucket),
-        finish=partial(gradients.arrive, *bucket),
+        prepare=partial(gradients.gather, what),
+        launch=partial(gradients.reduce, what),
+        finish=partial(gradients.arrive, what),
     )
 
 
@@ -266,16 +266,6 @@ def gather_params(part: RankProgram, op: Op) -> OpCalls:
     return OpCalls(launch, arrive)
 
 
-def reduce_tied(part: RankProgram, op: Op) -> OpCalls:
-    """REDUCE_TIED: the gradient of a parameter that stages share, summed over all ranks that hold it."""
-    gradients, tie = part.gradients, op.layer
-    return OpCalls(
-        prepare=partial(gradients.gather_tied, tie),
-        launch=partial(gradients.reduce_tied, tie),
-        finish=partial(gradients.arrive_tied, tie),
-    )
-
-
 HANDLERS: dict[OpKind, Handler] = {
     OpKind.F: forward,
     OpKind.B: backward,
@@ -288,7 +278,7 @@ HANDLERS: dict[OpKind, Handler] = {
     OpKind.REDUCE_GRAD: reduce_grad,
     OpKind.REDUCE_SCATTER: reduce_grad,
     OpKind.GATHER_PARAMS: gather_params,
-    OpKind.REDUCE_TIED: reduce_tied,
+    OpKind.REDUCE_TIED: reduce_grad,
     **dict.fromkeys((*SEGMENT_OF, *COPIES), layer_part),
 }
 """For each kind of op, at either granularity, the calls that run it."""
