@@ -16,10 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from treadle.host.sockets import connect
+from treadle.update import UpdateOptions
 from treadle.update.coordinator.commit_log import CommitLog
 from treadle.update.coordinator.coordinator_thread import Coordinator
 from treadle.update.protocol.catalogue import layout_digest
-from treadle.update.protocol.control import Agreed, Enter, FromCoordinator, Join, Phase, Settled, Sides, ToCoordinator
+from treadle.update.protocol.control import (
+    Agreed,
+    Asked,
+    Enter,
+    FromCoordinator,
+    Join,
+    Phase,
+    Settled,
+    Sides,
+    ToCoordinator,
+)
 from treadle.update.protocol.update_messages import PROTOCOL, Status, WeightLayout
 from treadle.weights.layouts import Parallel
 from treadle.weights.tensor_boxes import Tensor
@@ -62,7 +73,7 @@ def attempt(path: Path, num: int) -> dict[str, float]:
     ranks = Ranks(path, num)
     try:
         names = [(digests[rank % TP], digests[rank % TP]) for rank in range(num)]
-        enter = [Enter(r, r, "update", 1, None, None, *names[r], status[r], True, 0) for r in range(num)]
+        enter = [Enter(r, r, Asked("update", 1), *names[r], status[r], True, 0) for r in range(num)]
         epoch = ranks.say("enter", enter)[0].epoch
         sends = ranks.say("settle", [Settled(epoch, rank, status[rank]) for rank in range(num)])
         both = zip(layouts, sends, strict=True)
@@ -84,7 +95,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
         listener = listen_at_path(place / "c.sock", ToCoordinator, expected=num)
-        coordinator = Coordinator(listener, CommitLog(place / "ledger"), num, DEADLINE_S)
+        coordinator = Coordinator(
+            listener, CommitLog(place / "ledger"), num, UpdateOptions(deadline_s=DEADLINE_S, drain_s=0)
+        )
         try:
             print(json.dumps({"ranks": num, **attempt(place / "c.sock", num)}))
         finally:

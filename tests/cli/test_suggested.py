@@ -108,6 +108,7 @@ NARROWED = "--tp 1 --pp 2 --ep 8 --micro-batch-size 1 --schedule 1f1b"
 NOT_RUN = {
     "treadle selfcheck": "takes a minute; tests/selfcheck runs it",
     "treadle update": "needs an engine; tests/update runs it",
+    "treadle agent": "needs an engine; tests/update runs it",
     "treadle synthesize --pp 4": "takes its time limit; docs/synthesize.md has a smaller one",
     "treadle synthesize --pp 8": "takes its time limit; docs/synthesize.md has a smaller one",
     "treadle dryrun dualpipe": "takes seconds; tests/runtime/test_dryrun.py runs larger ones",

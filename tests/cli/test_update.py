@@ -24,7 +24,7 @@ from tests.support.torchrun import run_under_torchrun
 from tests.support.update.models import Compare, model, numbers
 from tests.support.update.workers import Trouble, Workers, ask_once
 from tests.train.checkpoint.states import make_pipe
-from treadle.cli.commands.update import _take_device
+from treadle.cli.commands.update import take_device
 from treadle.train.checkpoint import Checkpointer, TensorPart
 from treadle.update.protocol.update_messages import Refused
 from treadle.weights.layouts import Parallel
@@ -212,9 +212,9 @@ def test_a_rank_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
-    assert _take_device(1) == torch.device("cuda", 1)
+    assert take_device(1) == torch.device("cuda", 1)
     assert taken == [1]
     with pytest.raises(ValueError, match="local rank 2 has no GPU of its own, 2 are visible; start at most one"):
-        _take_device(2)
+        take_device(2)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
-    assert _take_device(0) is None, "buffers can be on the host then"
+    assert take_device(0) is None, "buffers can be on the host then"

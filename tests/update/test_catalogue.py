@@ -13,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treadle.host.sockets import connect
+from treadle.update import UpdateOptions
 from treadle.update.coordinator.commit_log import CommitLog, Record
 from treadle.update.coordinator.coordinator_thread import Coordinator
 from treadle.update.protocol.attempt import Attempt, AttemptRefusedError
 from treadle.update.protocol.catalogue import Known, layout_digest, list_layouts, pack, read_layouts, unpack
 from treadle.update.protocol.control import (
     Agreed,
+    Asked,
     Catalogue,
     Enter,
     Fault,
@@ -156,11 +158,11 @@ WHOLE, LOW, HIGH = (
 
 def entered(wants: list[WeightLayout]) -> Attempt:
     """An attempt that all ranks entered; every source has all of tensor q."""
-    attempt = Attempt(len(wants), epoch=3)
+    attempt = Attempt(len(wants), epoch=3, phase="layout")
     for rank, layout in enumerate(wants):
         status = Status(rank, 1, "serving", None, 0, 0)
         digests = layout_digest(WHOLE), layout_digest(layout)
-        attempt.entered[rank] = Enter(rank, rank, "update", 1, None, None, *digests, status, True, 0)
+        attempt.entered[rank] = Enter(rank, rank, Asked("update", 1), *digests, status, True, 0)
         attempt.settled[rank] = Settled(3, rank, status)
     return attempt
 
@@ -213,7 +215,7 @@ class Ranks:
         """Up to what the coordinator says after all have settled."""
         status = [Status(rank, 1, "lapsed", None, 0, 0) for rank in range(2)]
         digests = [(layout_digest(WHOLE), layout_digest(wants)) for wants in (LOW, HIGH)]
-        enter = [Enter(r, r, "update", version, None, None, *digests[r], status[r], True, 0) for r in range(2)]
+        enter = [Enter(r, r, Asked("update", version), *digests[r], status[r], True, 0) for r in range(2)]
         epoch = self.say(*enter)[0].epoch
         return epoch, self.say(*[Settled(epoch, rank, status[rank]) for rank in range(2)])
 
@@ -224,7 +226,7 @@ class Ranks:
 
 def test_layouts_are_known_once_all_have_made_a_plan_of_them(tmp_path: Path) -> None:
     listener = listen_at_path(tmp_path / "c.sock", ToCoordinator)
-    coordinator = Coordinator(listener, CommitLog(tmp_path / "ledger"), 2, 10.0)
+    coordinator = Coordinator(listener, CommitLog(tmp_path / "ledger"), 2, UpdateOptions(deadline_s=10.0, drain_s=0))
     try:
         ranks = Ranks(tmp_path / "c.sock")
         epoch, sends = ranks.enter(1)

@@ -342,10 +342,10 @@ def test_a_rank_that_is_pushed_out_by_strangers_calls_again() -> None:
 
 def test_a_rank_for_which_there_is_no_place_is_told_so(place: Path) -> None:
     listener = listen_at_path(place / "c.sock", ToCoordinator)
-    coordinator = Coordinator(listener, CommitLog(place / "ledger"), 2, PATIENT_S)
+    coordinator = Coordinator(listener, CommitLog(place / "ledger"), 2, UpdateOptions(deadline_s=PATIENT_S, drain_s=0))
     callers = []
     try:
-        for rank, world in ((1, 2), (1, 2), (2, 2), (0, 3)):
+        for rank, world in ((1, 2), (1, 2), (-1, 2), (0, 3)):
             calls: Link[Any] = Link(connect(place / "c.sock"), FromCoordinator)
             calls.send(Join(PROTOCOL, rank, world, os.getpid(), "here"))
             callers.append(calls)

@@ -53,8 +53,8 @@ def test_a_stop_that_comes_late_does_not_end_the_next_attempt(place: Path, monke
     there, inbox = Coordinating(place / "c.sock"), Inbox()
     client = CoordinatorClient(there, 0, 1, inbox, OPTIONS)  # type: ignore[arg-type]
     client.begin()
-    there.link.send(Go(7, None, ()))
-    assert client.hear((Go,), "enter") == Go(7, None, ())
+    there.link.send(Go(7, (0,), None, ()))
+    assert client.hear((Go,), "enter") == Go(7, (0,), None, ())
     taking = threading.Event()
 
     def late(*args: Any, **more: Any) -> UpdateError:
@@ -67,8 +67,8 @@ def test_a_stop_that_comes_late_does_not_end_the_next_attempt(place: Path, monke
     assert taking.wait(PATIENT_S)
     client.begin()
     there.stop(7)  # told twice, as the coordinator never does
-    there.link.send(Go(8, None, ()))
-    assert client.hear((Go,), "enter") == Go(8, None, ())
+    there.link.send(Go(8, (0,), None, ()))
+    assert client.hear((Go,), "enter") == Go(8, (0,), None, ())
     assert (inbox.bad, client.stop) == (None, None)
     there.stop(8)
     assert inbox.wait_bad(PATIENT_S) is not None

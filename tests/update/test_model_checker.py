@@ -42,6 +42,7 @@ SMALL = {
     "leases, two coordinators": replace(LEASED, ranks=1, workers=1, updates=2, doubles=1, ticks=2),
     "leases, restored": replace(LEASED, updates=2, restores=1, ticks=1),
     "leases, a child": replace(LEASED, children=1, ticks=2),
+    "agents": Sizes(ranks=2, workers=1, sources=1, agents=1, updates=1, crashes=1, reports=1),
     "leases, a source without a worker": replace(LEASED, ranks=3, sources=1, cuts=1, ticks=2),
 }
 
@@ -72,6 +73,30 @@ def test_no_state_of_leases_and_all_kinds_of_trouble_together_is_wrong(budget: B
     budget.covered(f"the nearest {found.states} states")
     assert not found.wrong, "\n".join((found.wrong, *found.trace))
     assert found.states > NEAREST
+
+
+AGENTS = {
+    "agents that fill each other": Sizes(ranks=3, workers=2, sources=1, agents=2, updates=1, crashes=1, reports=1),
+    "agents under leases": replace(LEASED, ranks=3, sources=1, agents=2, crashes=1, ticks=1, reports=1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AGENTS)
+def test_no_state_of_agents_that_come_and_go_is_wrong(name: str, budget: Budget) -> None:
+    found = explore(AGENTS[name], round(NEAREST * budget.factor))
+    budget.covered(f"the nearest {found.states} states")
+    assert not found.wrong, "\n".join((found.wrong, *found.trace))
+    assert found.states > NEAREST
+
+
+def test_a_worker_whose_agent_is_gone_is_missed_where_nothing_looks_for_members(
+    monkeypatch: pytest.MonkeyPatch, budget: Budget
+) -> None:
+    monkeypatch.setattr(attempt.Attempt, "_refuse_set", lambda self, record, leases: None)
+    found = explore(AGENTS["agents that fill each other"])
+    budget.covered(f"{found.wrong}, {len(found.trace)} steps, {found.states} states")
+    assert found.wrong.startswith("committed: worker")
 
 
 NEAREST = 6000
@@ -120,13 +145,13 @@ def aborts_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def decides_by_a_majority(monkeypatch: pytest.MonkeyPatch) -> None:
     """A coordinator that does not wait for the last vote."""
-    spoken = coordinator_decisions.CoordinatorState.num_spoken
+    complete = coordinator_decisions.CoordinatorState.is_complete
 
-    def eager(self: coordinator_decisions.CoordinatorState) -> int:
-        num: int = spoken.fget(self)  # type: ignore[attr-defined]
-        return num + (self.attempt.phase == "finish" and num > 0)
+    def eager(self: coordinator_decisions.CoordinatorState) -> bool:
+        num = self.num_spoken
+        return bool(complete.fget(self)) or (self.attempt.phase == "finish" and num > 0)  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(coordinator_decisions.CoordinatorState, "num_spoken", property(eager))
+    monkeypatch.setattr(coordinator_decisions.CoordinatorState, "is_complete", property(eager))
 
 
 def forgets_that_it_was_touched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +211,7 @@ def grants_what_it_has_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
         under_way = state.attempt
         if under_way.phase != "finish" or report.status.state != "staged":
             return reported(state, rank, report, record, now_ns)
-        new = committed(record, under_way.first.version, under_way.epoch, record.members)
+        new = committed(record, under_way.asked.version, under_way.epoch, record.members)
         state, actions = reported(coordinator_decisions.over(state), rank, report, new, now_ns)
         return replace(state, attempt=under_way), actions
 

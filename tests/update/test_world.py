@@ -1,8 +1,7 @@
-"""Update ranks that meet in a world of their own: a trainer keeps its process group, a rank sits beside each worker."""
+"""Update ranks that meet in a world of their own: a trainer keeps its process group, an agent is beside each worker."""
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from tests.support.update.models import SMALL, Compare, model, source_of
 from tests.support.update.workers import Trouble, Workers
 from treadle.dist.rank_world import RankWorld
 from treadle.update import UpdateError, UpdateOptions, Updater
-from treadle.update.beside import Orders, Seat, UpdateSetup, start_beside, stop_beside
+from treadle.update.agent import Meeting, start_agent, stop_agent
 from treadle.weights.layouts import Parallel, spread
 
 pytestmark = pytest.mark.slow
@@ -26,25 +25,17 @@ TRAINERS, WORKERS = 2, 2
 
 def train(rank: int, sockets: Path, ledger: Path) -> list[str]:
     """Update three times, of which the first fails; the errors, and sums over the trainer's own group in between."""
-    size, told = TRAINERS + WORKERS, []
-    beside: list[subprocess.Popen[bytes]] = []
-    world = RankWorld.host(size) if rank == 0 else None
+    told = []
+    world = RankWorld.host(TRAINERS) if rank == 0 else None
     port = [world.port if world is not None else 0]
     dist.broadcast_object_list(port)
-    if world is not None:
-        Orders(world).set_up(UpdateSetup(OPTIONS))
-        seats = [Seat("127.0.0.1", port[0], TRAINERS + worker, size) for worker in range(WORKERS)]
-        beside = [start_beside(seat, sockets, worker, None) for worker, seat in enumerate(seats)]
-    else:
-        world = RankWorld.join("127.0.0.1", port[0], rank, size)
-    orders = Orders(world)
+    meeting = Meeting("127.0.0.1", port[0])
+    agents = [start_agent(meeting, sockets, worker, None) for worker in range(WORKERS)] if rank == 0 else []
+    if world is None:
+        world = RankWorld.join("127.0.0.1", port[0], rank, TRAINERS)
     have = spread(model(1, 32), TRAINERS)
-    with Updater(sockets, ledger=ledger, worker=None, options=OPTIONS, world=world) as updater:
+    with Updater(sockets, ledger=ledger, worker=None, options=OPTIONS, world=world, agents=WORKERS) as updater:
         for version in (1, 1, 2):
-            if rank == 0:
-                orders.announce(version)
-            else:
-                assert orders.next() == version
             try:
                 updater.update(source_of(have, rank, version), version)
                 told.append("")
@@ -53,8 +44,8 @@ def train(rank: int, sockets: Path, ledger: Path) -> list[str]:
             total = torch.tensor(rank + 1)
             dist.all_reduce(total)
             assert total == 3
-    for process in beside:
-        stop_beside(process)
+    for process in agents:
+        stop_agent(process)
     return told
 
 

@@ -109,6 +109,10 @@ COMMANDS = {
         "torchrun --no-python --nproc-per-node 4 treadle update --from trainer:source --to /run/engine   |   "
         "treadle update --recover --to /run/engine",
     ),
+    "agent": CommandHelp(
+        "Speaks for an inference worker in the updates that others call, until Ctrl-C.",
+        "Example: treadle agent --to /run/engine --worker 3 --at trainer-0:29600",
+    ),
     "simulate-update": CommandHelp(
         "Predicts a weight update: how long it takes, and how much of copies and reloads broadcasts hide.",
         "Examples: treadle simulate-update --devices 4 --rounds 2 -o update.npz   |   treadle draw update.npz   |   "

@@ -29,6 +29,7 @@ from treadle.ir.trace import Trace
 from treadle.update.coordinator.commit_log import CommitLog
 from treadle.update.coordinator.coordinator_thread import Coordinator
 from treadle.update.errors import UpdateError, failure
+from treadle.update.protocol.control import Asked, Report
 from treadle.update.protocol.record import MOST
 from treadle.update.rank.attempt_run import AttemptRun
 from treadle.update.rank.broadcast import Broadcasts, Buckets
@@ -49,12 +50,12 @@ from treadle.wire.seal import read_key
 
 
 class Updater:
-    """Brings versions to workers, from one update rank; all ranks make theirs in the same order.
+    """Brings versions to workers, from one update rank; all calling ranks make theirs in the same order.
 
     Args:
         directory: The directory of the workers' sockets on this host, of mode 0700.
         worker: The number of the worker for which this rank speaks, None for none; by default the rank's own number.
-        ledger: A directory that lasts, for the commit log. Used on rank 0, which runs the coordinator.
+        ledger: A directory that lasts, for the commit log; needed on rank 0, which runs the coordinator.
         key: A file that only its owner can read, the same on all ranks; needed where ranks are on several hosts.
         address: The address at which other hosts reach rank 0; by default the one from which it reaches torch's store.
         options: How updates are done, the same on all ranks.
@@ -62,8 +63,9 @@ class Updater:
         takeover: Take the workers over that ranks speak for: they are the set. They may belong to another log, which is
             lost; a new log commits to the version that they all serve, and they go on serving it. The caller vouches
             that other members of the log have ended: if they live, they serve an old version.
-        world: The update ranks; by default those of torch's process group. A trainer's group has no ranks for engines:
-            then all meet in a `treadle.dist.rank_world.RankWorld` of their own.
+        world: The update ranks that call; by default those of torch's process group. Where agents join
+            (`treadle.update.agent`), one that rank 0 opens at a fixed port (`treadle.dist.rank_world.RankWorld.host`).
+        agents: How many agents must have joined before the first update. Used on rank 0.
         say: Called with a line for people before something costly happens.
         progress: Called with bytes broadcast so far and bytes in all.
 
@@ -73,7 +75,7 @@ class Updater:
         self,
         directory: Path,
         *,
-        ledger: Path,
+        ledger: Path | None = None,
         worker: int | Literal["rank"] | None = "rank",
         key: Path | None = None,
         address: str | None = None,
@@ -81,6 +83,7 @@ class Updater:
         device: torch.device | None = None,
         takeover: bool = False,
         world: RankWorld | None = None,
+        agents: int = 0,
         say: Callable[[str], None] = lambda text: None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
@@ -93,10 +96,11 @@ class Updater:
         self.attempt: AttemptRun | None = None
         self._running = threading.Lock()
         self._trace_group: Buckets | None = None
-        rendezvous, inbox = Rendezvous(directory, address, world), Inbox()
+        self._calls = 0
+        rendezvous, inbox = Rendezvous(directory, address, world, options), Inbox()
         with rendezvous.published():
             rendezvous.key = read_key(key) if key is not None else None
-            self.coordinator = self._host(rendezvous, ledger, options)
+            self.coordinator = self._host(rendezvous, ledger, agents)
             client = CoordinatorClient(rendezvous, self.rank, self.world, inbox, options)
         self.context = RankContext(
             self.rank,
@@ -126,14 +130,14 @@ class Updater:
     def options(self, options: UpdateOptions) -> None:
         self.context.options = options
 
-    def _host(self, rendezvous: Rendezvous, ledger: Path, options: UpdateOptions) -> Coordinator | None:
+    def _host(self, rendezvous: Rendezvous, ledger: Path | None, agents: int) -> Coordinator | None:
         """On rank 0, start the coordinator."""
         if self.rank != 0:
             return None
+        if ledger is None:
+            raise ValueError("update rank 0 runs the coordinator and needs ledger=, a directory that lasts")
         made: Coordinator = rendezvous.host(
-            lambda listener: Coordinator(
-                listener, CommitLog(ledger), self.world, options.phase_s, options.lease_ns, options.least
-            )
+            lambda listener: Coordinator(listener, CommitLog(ledger), self.world, rendezvous.options, agents)
         )
         return made
 
@@ -167,7 +171,7 @@ class Updater:
         """
         number, before = _version("version", version), _version("base", base) if base is not None else None
         names = _names(changed) if changed is not None else None
-        return self._run(UpdateRequest("update", number, source, names, before, self.takeover))
+        return self._run(UpdateRequest(Asked("update", number, before, names, self.takeover, self.options), source))
 
     def recover(self, source: WeightSource | None = None, version: int = 0) -> Updated:
         """Bring the committed version to workers that do not serve it, from peers, which go on serving.
@@ -181,7 +185,23 @@ class Updater:
                 f"recover() takes the version from workers that serve it, recover(source, version=7) from a source "
                 f"that has it; got {given}"
             )
-        return self._run(UpdateRequest("recover", number, source, takeover=self.takeover))
+        asked = Asked("recover", number, takeover=self.takeover, options=self.options)
+        return self._run(UpdateRequest(asked, source))
+
+    def attend(self, timeout_s: float) -> Updated | None:
+        """Take part in the next attempt that an agent is called to; None where no call comes in time."""
+        call = self.context.coordinator.next_call(self._calls, timeout_s)
+        if call is None:
+            return None
+        self._calls = call.number
+        self.context.options = call.asked.options
+        return self._run(UpdateRequest(call.asked, call=call.number))
+
+    def report(self) -> None:
+        """Report how the worker stands, between attempts: the coordinator brings it up to date where that is needed."""
+        worker, client = self.context.worker, self.context.coordinator
+        worker.connect(self.rank, self.options.meet_s)
+        client.report_status(Report(self.rank, worker.settled_in(self.options.meet_s)))
 
     def _run(self, request: UpdateRequest) -> Updated:
         if not self._running.acquire(blocking=False):
@@ -222,6 +242,9 @@ class Updater:
         """The planned Program of an update with the times of all ranks, on one clock. All ranks call this together."""
         if done.shares is None or done.times is None:
             raise ValueError(f"nothing moved for version {done.version}, so there is no trace of it")
+        cast = self.context.broadcasts.cast
+        if any(rank >= self.world for rank in cast):
+            raise ValueError("agents keep no times of an update, so there is no trace of one that they took part in")
         if self._trace_group is None:
             self._trace_group = self.context.broadcasts.make_control("trace")
         group = self._trace_group

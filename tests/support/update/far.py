@@ -282,8 +282,10 @@ class FarMemory:
 class FarBuckets(broadcast.Buckets):
     """A group whose collectives begin after the launching thread's current stream, as NCCL's do."""
 
-    def __init__(self, name: str, world: RankWorld, device: torch.device, deadline: timedelta) -> None:
-        super().__init__(name, world, torch.device("cpu"), deadline)
+    def __init__(
+        self, name: str, ranks: Sequence[int], world: RankWorld, device: torch.device, deadline: timedelta
+    ) -> None:
+        super().__init__(name, ranks, world, torch.device("cpu"), deadline)
         events.append("group")
         if device.type == TYPE:
             self.communicator = _FarGroup(self.communicator)

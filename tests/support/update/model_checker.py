@@ -82,7 +82,7 @@ from tests.support.update.world import (
     with_run,
 )
 from treadle.update.protocol import coordinator_decisions, rank, worker_decisions
-from treadle.update.protocol.control import Kind, Stop
+from treadle.update.protocol.control import Call, Kind, Stop
 from treadle.update.protocol.leases import MARGIN, is_past
 from treadle.update.protocol.worker_decisions import WorkerState
 
@@ -98,22 +98,29 @@ def events(world: World, sizes: Sizes) -> Iterator[Event]:
     for process in world.processes:
         yield from _process_events(world, process, sizes)
     yield from _starts(world, sizes)
-    if sizes.leases:
+    if sizes.leases or sizes.agents:
         yield from _lease_events(world, sizes)
 
 
 def _run_events(world: World, number: int, run: Run, sizes: Sizes) -> Iterator[Event]:
-    idle = all(r is not None and r.waits == "idle" for r in run.ranks)
+    callers = run.world - sizes.agents
+    idle = all(r is not None and r.waits == "idle" for r in run.ranks[:callers])
     if idle and not run.is_over:
         if world.left[UPDATES]:
-            yield f"run {number} asks for version {world.version + 1}", _ask(world, number, "update")
+            yield f"run {number} asks for version {world.version + 1}", _ask(world, number, "update", sizes)
         if world.left[RECOVERIES]:
-            yield f"run {number} asks to recover", _ask(world, number, "recover")
+            yield f"run {number} asks to recover", _ask(world, number, "recover", sizes)
     for r, me in enumerate(run.ranks):
-        if me is None:
-            continue
         link = number, r
-        if me.waits == "enter":
+        if me is None:
+            if r >= callers and run.core is not None:
+                step = coordinator_decisions.joined(run.core, r)
+                there = with_rank(world, link, Rank())
+                yield f"agent {r} of run {number} joins again", carry_out(there, number, step, "")
+            continue
+        if me.waits == "idle" and run.down[r] and r >= callers:
+            yield f"agent {r} of run {number} hears {type(run.down[r][0]).__name__}", _hears(world, link, sizes)
+        if me.waits == "enter" or (me.waits == "idle" and me.is_called):
             yield f"rank {r} of run {number} enters", enter(world, link, sizes)
             if world.left[CUTS] and r >= sizes.sources:
                 yield f"rank {r} of run {number}, cut off, enters", enter(spend(world, CUTS), link, sizes, cut=True)
@@ -132,7 +139,7 @@ def _run_events(world: World, number: int, run: Run, sizes: Sizes) -> Iterator[E
                     f"rank {r} of run {number} gives up{how}",
                     _give_up(spend(world, CRASHES), link, heard=heard),
                 )
-        if me.waits not in ("idle", "done") and (r or run.core is not None):
+        if (me.waits not in ("idle", "done") or r >= callers) and (r or run.core is not None):
             who = f"rank {r} of run {number}" + ("" if r else ", with the coordinator,")
             for keep in (True, False) if not r and any(run.down[1:]) else (True,):
                 said = "" if keep else ", before what it told was sent"
@@ -165,10 +172,14 @@ def _lease_events(world: World, sizes: Sizes) -> Iterator[Event]:
         yield f"{name} takes a grant", take_grant(world, number)
 
 
-def _ask(world: World, number: int, kind: Kind) -> World:
+def _ask(world: World, number: int, kind: Kind, sizes: Sizes) -> World:
     version = world.version + 1 if kind == "update" else 0
     world = spend(world, UPDATES if kind == "update" else RECOVERIES)
-    ranks = tuple(Rank(None, "enter", r.link) for r in world.runs[number].ranks if r is not None)
+    called = sizes.ranks - sizes.agents if sizes.agents else len(world.runs[number].ranks)
+    ranks = tuple(
+        Rank(None, "enter", each.link) if each is not None and r < called else each
+        for r, each in enumerate(world.runs[number].ranks)
+    )
     world = replace(world, version=max(world.version, version))
     return with_run(world, number, ranks=ranks, asked=(kind, version))
 
@@ -180,7 +191,10 @@ def _hears(world: World, link: Link, sizes: Sizes, crash: str = "") -> World:
     world = with_run(world, number, down=with_item(run.down, r, tuple(rest)))
     me = run.ranks[r]
     assert me is not None
-    assert me.state is not None
+    if isinstance(message, Call):
+        return with_rank(world, link, replace(me, called=message))
+    if me.state is None:  # an agent between attempts
+        return kill(world, link, keep=True) if message == "end" else world
     if message == "end":
         return leave(world, link, None)
     if isinstance(message, Stop):
@@ -422,6 +436,7 @@ def main() -> None:
     parser.add_argument("--reports", type=int, default=0, help="reports of workers beside attempts")
     parser.add_argument("--cuts", type=int, default=0, help="ranks that do not reach their worker, which lives")
     parser.add_argument("--doubles", type=int, default=0, help="coordinators that are started beside another one")
+    parser.add_argument("--agents", type=int, default=0, help="ranks, of all, that are called, join and leave")
     parser.add_argument("--without", action="append", default=[], choices=sorted(RULES), help="a rule to leave out")
     args = vars(parser.parse_args())
     sizes = Sizes(rules=RULES - set(args.pop("without")), **args)

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from treadle.update.protocol import coordinator_decisions, rank, worker_decisions
 from treadle.update.protocol.attempt import Attempt
-from treadle.update.protocol.control import Enter, Fault, Kind, Report, Stop
+from treadle.update.protocol.control import Asked, Call, Enter, Fault, Kind, Report, Sides, Stop
 from treadle.update.protocol.coordinator_decisions import CoordinatorState, Decide, Open, Tell
 from treadle.update.protocol.leases import MARGIN, Lease, extends, is_past, leased, leases_of
 from treadle.update.protocol.rank import AskWorker, AttemptDone, RankState, TellCoordinator
 from treadle.update.protocol.record import Member, Record, committed, led
-from treadle.update.protocol.update_messages import Begin, Finish, Grant, Load, Status
+from treadle.update.protocol.update_messages import Begin, Finish, Grant, Load, Status, WeightLayout
 from treadle.update.protocol.worker_decisions import Content, WorkerState
 from treadle.update.update_options import UpdateOptions
 
@@ -44,7 +44,8 @@ class Sizes:
 
     `leases`: they end, and `least` replicas are enough. `ticks` is how often time passes, `reports` how often a worker
     is reported beside attempts. `cuts`: a rank does not reach its worker, which lives. `doubles`: other ranks are
-    started while the first live, as the log's lock is lost.
+    started while the first live, as the log's lock is lost. `agents` of the ranks, the last ones, are called by the
+    others, and join again where they were lost; they too report, with leases or without.
     """
 
     ranks: int = 2
@@ -63,6 +64,7 @@ class Sizes:
     reports: int = 0
     cuts: int = 0
     doubles: int = 0
+    agents: int = 0
     rules: frozenset[str] = RULES
 
     @property
@@ -94,13 +96,24 @@ class Process(NamedTuple):
 class Rank(NamedTuple):
     """An update rank's process. `waits` for: an attempt, to enter it, the coordinator, the worker; or done.
 
-    `found` is who was at its worker's path when it entered.
+    `found` is who was at its worker's path when it entered. `called`: the last call to an agent, and `answered` the
+    number of the last one that it has entered by.
     """
 
     state: RankState | None = None
     waits: str = "idle"
     link: str = ""
     found: str = ""
+    called: Call | None = None
+    answered: int = 0
+
+    @property
+    def is_called(self) -> bool:
+        return self.called is not None and self.called.number > self.answered
+
+    def rested(self, link: str) -> Rank:
+        """The same between attempts."""
+        return Rank(None, "idle", link, called=self.called, answered=self.answered)
 
 
 class Run(NamedTuple):
@@ -159,7 +172,8 @@ def _core_key(core: CoordinatorState | None) -> Any:
     a = core.attempt
     said = tuple(tuple(sorted(d.items())) for d in (a.entered, a.settled, a.agreed))
     out = tuple(sorted(core.leases.out.items(), key=str)) if core.leases.lease_ns is not None else ()
-    return a.epoch, a.phase, a.committed, said, tuple(sorted(core.lost)), out, core.last if out else 0
+    calls = (a.call, tuple(sorted(a.called)), tuple(sorted(core.agents)), a.own, core.again_ns) if a.call else ()
+    return a.epoch, a.phase, a.committed, said, tuple(sorted(core.lost)), out, core.last if out else 0, calls
 
 
 def start(sizes: Sizes) -> World:
@@ -209,12 +223,15 @@ def started(world: World, log: int, num: int, sizes: Sizes) -> World:
         for r, me in enumerate(run.ranks):
             if run.is_over and me is not None and me.waits in ("idle", "enter", "done"):
                 world = kill(world, (number, r), keep=True)
-    known = dict.fromkeys(range(num), LAYOUT)
+    known, callers = dict.fromkeys(range(num), LAYOUT), num - sizes.agents
+    agents = frozenset(range(callers, num))
     if not sizes.leases:
-        core = CoordinatorState(num, Attempt(num), known=known)
+        core = CoordinatorState(callers, Attempt(callers), known=known, agents=agents)
         return replace(world, runs=(*world.runs, Run(log, num, core, (Rank(),) * num, ((),) * num)))
     leases = leases_of(world.logs[log], LEASE_NS, sizes.least, world.now)
-    core = CoordinatorState(num, Attempt(num), known=known, leases=leases, last=world.counters[log])
+    core = CoordinatorState(
+        callers, Attempt(callers), known=known, leases=leases, last=world.counters[log], agents=agents
+    )
     record = led(world.logs[log], LEASE_NS)
     run = Run(log, num, core, (Rank(),) * num, ((),) * num, record=record)
     return replace(world, runs=(*world.runs, run), logs=with_item(world.logs, log, record))
@@ -309,9 +326,8 @@ def carry_out(world: World, number: int, step: coordinator_decisions.Step, crash
         assert run.core is not None
         log = run.log
         if isinstance(action, Tell):
-            to = range(run.world) if action.rank < 0 else (action.rank,)
             message = _bare(action.message)
-            down = tuple((*d, message) if r in to and run.ranks[r] else d for r, d in enumerate(run.down))
+            down = tuple((*d, message) if r in action.ranks and run.ranks[r] else d for r, d in enumerate(run.down))
             world = with_run(world, number, down=down)
         elif isinstance(action, Open):
             epoch = max(world.counters[log], action.least) + 1
@@ -336,7 +352,7 @@ def carry_out(world: World, number: int, step: coordinator_decisions.Step, crash
                 return carry_out(world, number, coordinator_decisions.stop(run.core, LED), crash)
             version, epoch = action.version, run.core.attempt.epoch
             record = committed(record_of(world, number), version, epoch, world.members[log], core.leases.lease_ns)
-            if run.asked[0] == "recover" or version > world.decided[log]:
+            if run.core.attempt.asked.kind == "recover" or version > world.decided[log]:
                 world = replace(world, true=world.true | {(log, version, epoch)})
             world = replace(
                 world,
@@ -368,33 +384,40 @@ def enter(world: World, link: Link, sizes: Sizes, *, cut: bool = False) -> World
     run = world.runs[number]
     me = run.ranks[r]
     assert me is not None
+    asked, call = Asked(*run.asked), 0
+    if me.called is not None:
+        asked, call = me.called.asked, me.called.number
+    calls = me.called, call
     if r < sizes.sources:
-        state = RankState(r, OPTIONS, version=run.asked[1], speaks=False)
+        state = RankState(r, OPTIONS, version=asked.version, speaks=False)
         world = with_run(world, number, down=with_item(run.down, r, ()))
         world = with_rank(world, link, Rank(state, "coordinator"))
-        return _hear(world, link, Enter(r, None, *run.asked, None, None, *LAYOUT, None, False, 1))
+        return _hear(world, link, Enter(r, None, asked, *LAYOUT, None, False, 1))
     worker = r - sizes.sources
     there = next((p for p in world.processes if p.slot == worker and p.at_path), None)
     found = there.incarnation if there is not None else ""
     kept = find(world, me.link)
     if kept is not None and kept.master == link and ("slots" not in sizes.rules or there is None):
         there = kept  # it looks at the path only since slots were
-    state = RankState(r, LEASED if sizes.leases else OPTIONS, version=run.asked[1])
+    state = RankState(r, LEASED if sizes.leases else OPTIONS, version=asked.version)
     world = with_run(world, number, down=with_item(run.down, r, ()))
     if cut or (there is None and sizes.least is not None):
-        world = with_rank(send(world, link, "end"), link, Rank(changed(state, speaks=False), "coordinator"))
-        return _hear(world, link, Enter(r, worker, *run.asked, None, None, *LAYOUT, None, False, 1, away="cut"))
+        world = with_rank(
+            send(world, link, "end"), link, Rank(changed(state, speaks=False), "coordinator", "", "", *calls)
+        )
+        away = Enter(r, worker, asked, *LAYOUT, None, False, 1, away="cut", call=call)
+        return _hear(world, link, away)
     if there is None:
-        world = with_rank(world, link, Rank(state, "coordinator"))
+        world = with_rank(world, link, Rank(state, "coordinator", "", "", *calls))
         fault = Fault(0, "worker", "enter", -1, "")
-        return _hear(world, link, Enter(r, worker, *run.asked, None, None, *LAYOUT, None, True, 1, fault))
+        return _hear(world, link, Enter(r, worker, asked, *LAYOUT, None, True, 1, fault, call=call))
     if there.master != link:
         world = taken(world, there)
         there = find(world, there.incarnation)
         assert there is not None
     there = replace(there, master=link, queue=())  # of an earlier connection nothing is read any more
-    world = with_rank(with_process(world, there), link, Rank(state, "coordinator", there.incarnation, found))
-    entered = Enter(r, worker, *run.asked, None, None, *LAYOUT, status_of(there, sizes, world), True, 1)
+    world = with_rank(with_process(world, there), link, Rank(state, "coordinator", there.incarnation, found, *calls))
+    entered = Enter(r, worker, asked, *LAYOUT, status_of(there, sizes, world), True, 1, call=call)
     return _hear(world, link, entered)
 
 
@@ -471,7 +494,7 @@ def leave(world: World, link: Link, told: Stop | None) -> World:
         return kill(world, link, keep=True)
     if last.drops:
         world = send(world, link, "end")
-    return with_rank(world, link, Rank(None, "idle", "" if last.drops else me.link))
+    return with_rank(world, link, me.rested("" if last.drops else me.link))
 
 
 def kill(world: World, link: Link, *, keep: bool) -> World:
@@ -487,7 +510,8 @@ def kill(world: World, link: Link, *, keep: bool) -> World:
     core = world.runs[number].core
     if core is None:
         return world
-    return carry_out(world, number, coordinator_decisions.lost(core, r, f"rank {r}", "killed"), "")
+    step = coordinator_decisions.lost(core, r, f"rank {r}", "killed", record_of(world, number), world.now)
+    return carry_out(world, number, step, "")
 
 
 def do(world: World, link: Link, step: rank.Step, sizes: Sizes, crash: str = "") -> World:
@@ -497,7 +521,8 @@ def do(world: World, link: Link, step: rank.Step, sizes: Sizes, crash: str = "")
         me = world.runs[link[0]].ranks[link[1]]
         assert me is not None
         if isinstance(action, AttemptDone):
-            return _done(with_rank(world, link, replace(me, state=state, waits="done")), link[0])
+            world = with_rank(world, link, replace(me, state=state, waits="done"))
+            return _done_alone(world, link) if sizes.agents else _done(world, link[0])
         if isinstance(action, TellCoordinator):
             world = with_rank(world, link, replace(me, state=state, waits="coordinator"))
             return _hear(world, link, action.message, crash)
@@ -507,7 +532,8 @@ def do(world: World, link: Link, step: rank.Step, sizes: Sizes, crash: str = "")
         if action.what == "load" and state.loads:
             world = with_rank(world, link, replace(me, state=state, waits="worker"))
             return _asked(world, link, Load(state.epoch, 0, 0))
-        state, action = rank.worked(state, "p" if action.what == "plan" else None)
+        made = {"plan": "p", "describe": Sides(state.epoch, state.rank, 0, WeightLayout((), ()), WeightLayout((), ()))}
+        state, action = rank.worked(state, made.get(action.what))
 
 
 def _asked(world: World, link: Link, message: Any) -> World:
@@ -521,18 +547,32 @@ def _done(world: World, number: int) -> World:
     run = world.runs[number]
     if not all(r is not None and r.waits == "done" for r in run.ranks):
         return world
-    record = world.logs[run.log]
     wrong = ""
     alone = sum(not other.is_over and other.log == run.log for other in world.runs) == 1
     for me in run.ranks if alone else ():
-        there = find(world, me.found) if me is not None else None
-        if there is None or not there.at_path:
-            continue  # it has ended since, or another has come
-        serves = there.weights if there.open else None
-        if not isinstance(serves, tuple) or serves[:2] != (run.log, record.version):
-            wrong = f"told right: {run.asked[0]} said that all is well, {there.name} holds {named_weights(serves)}"
-    idle = tuple(Rank(None, "idle", r.link) for r in run.ranks if r is not None)
+        wrong = _told_wrong(world, run, me) or wrong
+    idle = tuple(r.rested(r.link) for r in run.ranks if r is not None)
     return replace(with_run(world, number, ranks=idle), wrong=wrong)
+
+
+def _done_alone(world: World, link: Link) -> World:
+    """The same of one rank, where others come and go; once another attempt has begun, its worker may have closed."""
+    run = world.runs[link[0]]
+    me = run.ranks[link[1]]
+    assert me is not None
+    begun = run.core is None or not run.core.attempt.is_idle
+    wrong = _told_wrong(world, run, me) if not begun else ""
+    return replace(with_rank(world, link, me.rested(me.link)), wrong=wrong)
+
+
+def _told_wrong(world: World, run: Run, me: Rank | None) -> str:
+    there = find(world, me.found) if me is not None else None
+    if there is None or not there.at_path:
+        return ""  # it has ended since, or another has come
+    serves = there.weights if there.open else None
+    if isinstance(serves, tuple) and serves[:2] == (run.log, world.logs[run.log].version):
+        return ""
+    return f"told right: {run.asked[0]} said that all is well, {there.name} holds {named_weights(serves)}"
 
 
 def named_weights(weights: Weights) -> str:
@@ -580,8 +620,11 @@ def hear_report(world: World, number: int) -> World:
     message = Report(link[1], status)
     core, actions = coordinator_decisions.hear(run.core, link[1], message, record_of(world, link[0]), world.now)
     world = with_run(world, link[0], core=core)
-    told = tuple((status.incarnation, action.message) for action in actions if isinstance(action, Tell))
-    return replace(world, grants=(*world.grants, *told))
+    tells = [action for action in actions if isinstance(action, Tell)]
+    told = tuple((status.incarnation, tell.message) for tell in tells if isinstance(tell.message, Grant))
+    world = replace(world, grants=(*world.grants, *told))
+    calls = [tell for tell in tells if isinstance(tell.message, Call)]
+    return carry_out(world, link[0], (core, list(calls)), "")
 
 
 def take_grant(world: World, number: int) -> World:

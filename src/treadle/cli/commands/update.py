@@ -235,7 +235,7 @@ def _join_group() -> torch.device | None:
 
     from treadle.dist.nccl_settings import NEEDED
 
-    device = _take_device(int(os.environ.get("LOCAL_RANK", os.environ[_RANK])))
+    device = take_device(int(os.environ.get("LOCAL_RANK", os.environ[_RANK])))
     os.environ.update(NEEDED if device is not None else {})
     os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")  # a rank that fails at once leaves when all are connected
     backend = "gloo"
@@ -245,7 +245,7 @@ def _join_group() -> torch.device | None:
     return device
 
 
-def _take_device(local_rank: int) -> torch.device | None:
+def take_device(local_rank: int) -> torch.device | None:
     """Make the GPU of a rank this thread's current one: what names no device would take up memory on the first GPU."""
     import torch
 

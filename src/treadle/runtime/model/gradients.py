@@ -152,7 +152,9 @@ class Gradients:
         self._use(dict(buckets.gradients), dict(buckets.tied_gradients))
 
     def _use(self, chunks: dict[BucketNumber, list[GradientBucket]], ties: dict[int, list[GradientBucket]]) -> None:
-        self._of_op: dict[ReducedByOp, list[GradientBucket]] = {**chunks, **ties}
+        self._of_op = dict[ReducedByOp, list[GradientBucket]]()
+        self._of_op |= {number: made for number, made in chunks.items()}  # noqa: C416 - a dict of the wider type of key
+        self._of_op |= {tie: made for tie, made in ties.items()}  # noqa: C416
         self.buckets = list(chain.from_iterable(self._of_op.values()))
         self._places: dict[Tensor, list[tuple[GradientBucket, int]]] = {}
         for bucket in self.buckets:

@@ -26,7 +26,7 @@ from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 from treadle.dist.rank_world import RankWorld
 from treadle.host.sockets import own_directory
 from treadle.update.adapters.plain import Plain
-from treadle.update.beside import Orders
+from treadle.update.announced_versions import AnnouncedVersions
 from treadle.update.coordinator.commit_log import peek
 from treadle.update.rank.checkpoint import described
 from treadle.update.rank.staged_share import staged_share
@@ -87,7 +87,7 @@ class TreadleCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.held: Plain | None = None
         self.endpoint: Endpoint | None = None
         self.updater: Updater | None = None
-        self._orders: Orders | None = None
+        self._versions: AnnouncedVersions | None = None
         self._store: RankWorld | None = None
         self._num_actors = 0
         self._round: str | None = None
@@ -146,26 +146,26 @@ class TreadleCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             takeover=True,  # verl's manager says which rollouts there are
             world=world,
         )
-        self._orders = Orders(world)
+        self._versions = AnnouncedVersions(world)
         self._num_actors, self._round = num_actors, number
 
     async def send_weights(
         self, weights: Generator[tuple[str, torch.Tensor], None, None], global_steps: int | None = None
     ) -> dict[str, float]:
         """Draw all weights, and send this actor's share. The version is the step, or the next one after the last."""
-        updater, orders = self._met()
+        updater, versions = self._met()
         try:
             source = staged_share(weights, updater.rank, self._num_actors, self.forms)
         except BaseException:
             if self.is_master:
-                orders.announce(_CALLED_OFF)
+                versions.announce(_CALLED_OFF)
             self._leave()  # the others learn it at once
             raise
         if self.is_master:
             version = max(global_steps or 0, (peek(self.ledger).version or 0) + 1)
-            orders.announce(version)
+            versions.announce(version)
         else:
-            version = _next(await asyncio.to_thread(orders.next))
+            version = _next(await asyncio.to_thread(versions.next))
         done = await asyncio.to_thread(updater.update, source, version)
         return {"treadle/version": float(version), "treadle/seconds": done.seconds["total"]}
 
@@ -174,8 +174,8 @@ class TreadleCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
         No coroutine: it waits for the commit, and raises if there is none, before verl begins to load.
         """
-        updater, orders = self._met()
-        updater.update(None, _next(orders.next()))
+        updater, versions = self._met()
+        updater.update(None, _next(versions.next()))
         assert self.held is not None, "a rollout holds weights"
         return _each(self.held)
 
@@ -190,13 +190,13 @@ class TreadleCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if self.endpoint is not None:
             self.endpoint.close()
 
-    def _met(self) -> tuple[Updater, Orders]:
-        if self.updater is None or self._orders is None:
+    def _met(self) -> tuple[Updater, AnnouncedVersions]:
+        if self.updater is None or self._versions is None:
             raise RuntimeError("init_process_group comes before weights are sent or received")
-        return self.updater, self._orders
+        return self.updater, self._versions
 
     def _leave(self) -> None:
-        updater, self.updater, self._orders, self._round = self.updater, None, None, None
+        updater, self.updater, self._versions, self._round = self.updater, None, None, None
         if updater is not None:
             updater.close()
 

@@ -3,7 +3,7 @@
 It talks to update ranks only, wherever they are; each of them speaks for the worker beside it. A rank whose connection
 ends is lost, and the attempt with it.
 
-    RankLinks ── message ──> protocol.hear ──> actions: Tell   a message to one rank or all
+    RankLinks ── message ──> protocol.hear ──> actions: Tell   a message to some ranks
     (rank_links.py)                                     Open   number the attempt        (commit_log.py)
                                                         Decide write the decision        (commit_log.py)
 """
@@ -21,6 +21,7 @@ from treadle.update.protocol import coordinator_decisions as protocol
 from treadle.update.protocol.attempt import Attempt
 from treadle.update.protocol.control import Fault, Report, ToCoordinator
 from treadle.update.protocol.leases import leases_of
+from treadle.update.update_options import UpdateOptions
 from treadle.wire.codec import encode
 from treadle.wire.errors import MalformedError, WireError
 from treadle.wire.listeners import Listener
@@ -30,26 +31,21 @@ GRACE_S = 1.0
 
 
 class Coordinator:
-    """Runs until it is closed. `deadline_s`: how long after the first rank the last may report in a phase.
-
-    `lease_ns` is the length of leases, None for no end; `least` how many replicas an update needs, None for all.
-    """
+    """Runs until it is closed. No attempt begins before `agents` agents have joined."""
 
     def __init__(
-        self,
-        listener: Listener[RankLink],
-        ledger: CommitLog,
-        world: int,
-        deadline_s: float,
-        lease_ns: int | None = None,
-        least: int | None = None,
+        self, listener: Listener[RankLink], ledger: CommitLog, world: int, options: UpdateOptions, agents: int = 0
     ) -> None:
-        self.listener, self.ledger, self.world, self.deadline_s = listener, ledger, world, deadline_s
+        self.listener, self.ledger, self.world = listener, ledger, world
+        self.deadline_s = options.phase_s
+        """How long after the first rank the last may report in a phase."""
         self.links = RankLinks(listener, world)
-        leases = leases_of(ledger.record, lease_ns, least, boot_ns())
-        ledger.lead(lease_ns)
+        leases = leases_of(ledger.record, options.lease_ns, options.least, boot_ns())
+        ledger.lead(options.lease_ns)
         where, last = str(ledger.directory), ledger.attempt
-        self._state = protocol.CoordinatorState(world, Attempt(world), where, leases=leases, last=last)
+        self._state = protocol.CoordinatorState(
+            world, Attempt(world), where, leases=leases, last=last, expected=agents, options=options
+        )
         self._since: float | None = None
         self._waited = WaitReports()
         self._closing = False
@@ -82,7 +78,7 @@ class Coordinator:
             try:
                 message = link.receive(0)
                 if rank is None:
-                    self._state = protocol.joined(self._state, self.links.join(link, message))
+                    self._carry_out(protocol.joined(self._state, self.links.join(link, message)))
                     continue
             except TimeoutError:
                 return
@@ -101,7 +97,8 @@ class Coordinator:
     def _lose(self, link: RankLink, error: Exception) -> None:
         rank = self.links.drop(link, error)
         if rank is not None:
-            self._carry_out(protocol.lost(self._state, rank, f"update rank {rank} ({link.peer})", str(error)))
+            name = f"update rank {rank} ({link.peer})"
+            self._carry_out(protocol.lost(self._state, rank, name, str(error), self.ledger.record, boot_ns()))
 
     def _take(self, rank: int, message: ToCoordinator) -> None:
         if isinstance(message, Report) and self.ledger.is_lost:
@@ -129,7 +126,7 @@ class Coordinator:
 
     def _tell(self, tell: protocol.Tell) -> None:
         body = encode(tell.message)  # once: it may be the layouts of a large model
-        for rank in self.links if tell.rank < 0 else (tell.rank,):
+        for rank in tell.ranks:
             self.links.tell(rank, body, self.deadline_s)
 
     def _write(self, action: protocol.Open | protocol.Decide) -> protocol.Step:
@@ -161,7 +158,8 @@ class Coordinator:
     def _mind_time(self, before: Attempt) -> None:
         """Start the clock of a phase when the first rank has reported in it; stop it when all have."""
         attempt = self._state.attempt
-        if self._state.num_spoken in (0, self.world):
+        waits_for_first = self._state.num_spoken == 0 and (attempt.own is None or attempt.phase != "enter")
+        if waits_for_first or self._state.is_complete:
             self._since = None
         elif self._since is None or (before.epoch, before.phase) != (attempt.epoch, attempt.phase):
             self._since = time.monotonic()
@@ -185,9 +183,22 @@ class Coordinator:
         self._judge()
         self._carry_out(protocol.ticked(self._state, self.ledger.record, boot_ns()))
         if any(time.monotonic() > until for until in self._phase_deadlines):
-            who, text = late_ranks(self._state.missing, self.links, self.deadline_s)
+            self._end_phase()
+
+    def _end_phase(self) -> None:
+        """Go on without agents that are late, where the policy allows that; else end the attempt."""
+        who, text = late_ranks(self._state.missing, self.links, self.deadline_s)
+        step = protocol.leave_out(self._state, text, self.ledger.record, boot_ns())
+        if step is not None:
+            self._carry_out(step)
+        elif self._state.num_awaited:
+            joined = f"{len(self._state.agents)} of {self._state.expected} have joined within {self.deadline_s:g} s"
+            text = f"{joined}; start one beside each worker (treadle agent)"
+            self._stop(self._state.attempt.fault("the agents", text))
+        else:
             self._stop(self._state.attempt.fault(who, text))
 
     def _judge(self) -> None:
-        if self._waited.is_due(self.world):
-            self._stop(self._waited.verdict(self.links))
+        cast = self._state.attempt.cast
+        if self._waited.is_due(len(cast)):
+            self._stop(self._waited.verdict(self.links, cast))

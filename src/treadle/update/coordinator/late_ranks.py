@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from treadle.host.lateness import why_late
 from treadle.update.coordinator.rank_links import RankLinks
@@ -39,10 +39,10 @@ class WaitReports:
         """Return whether all ranks have reported, or the time to do so is over."""
         return bool(self._faults) and (len(self._faults) == world or time.monotonic() > self._until_s)
 
-    def verdict(self, links: RankLinks) -> Fault:
-        """Return the fault of the ranks that said nothing; where all reported, the first report."""
+    def verdict(self, links: RankLinks, cast: Collection[int]) -> Fault:
+        """Return the fault of the attempt's ranks that said nothing; where all reported, the first report."""
         rank, fault = next(iter(self._faults.items()))
-        silent = [other for other in links if other not in self._faults]
+        silent = [other for other in links if other in cast and other not in self._faults]
         if not silent:
             return fault
         who = ", ".join(f"update rank {other} ({links.peer(other)})" for other in silent)

@@ -1,4 +1,7 @@
-"""The coordinator's connections: to ranks that have joined, and to strangers, which have not said yet who they are."""
+"""The coordinator's connections: to ranks that have joined, and to strangers, which have not said yet who they are.
+
+Ranks below `world` call for updates; those from there on are agents, of which any number may join.
+"""
 
 from __future__ import annotations
 
@@ -81,14 +84,14 @@ class RankLinks:
         """
         if not isinstance(join, Join) or (join.protocol, join.world) != (PROTOCOL, self.world):
             raise WireError(f"a connection begins with Join of protocol {PROTOCOL} and world {self.world}, got {join}")
-        if not 0 <= join.rank < self.world or join.rank in self._ranks:
+        if join.rank < 0 or join.rank in self._ranks:
             raise WireError(f"there is no place for update rank {join.rank} of {self.world}")
         link.trust()
         link.send(Joined(), timeout_s=0)
         self.listener.discard(link)
         self._ranks[join.rank] = link
         link.peer = f"process {join.pid}" + (f" on {join.host}" if not link.pid else "")
-        if len(self._ranks) == self.world:
+        if all(rank in self._ranks for rank in range(self.world)):
             self.turned_away = ""
         return join.rank
 
@@ -112,7 +115,8 @@ class RankLinks:
     def tell(self, rank: int, body: bytes, timeout_s: float) -> None:
         """Send an encoded message. A rank that is gone is heard of by `ready`."""
         with suppress(OSError):
-            self._ranks[rank].send_encoded(body, timeout_s=timeout_s)
+            if rank in self._ranks:
+                self._ranks[rank].send_encoded(body, timeout_s=timeout_s)
 
     @property
     def deadlines(self) -> list[float]:

@@ -3,18 +3,21 @@
     enter ──> settle ──> layout ──> plan ──> begin ──> finish (the vote) ──> open
 
 A phase ends when all ranks have reported in it. The decision lies between the reports of `finish` and their answer.
+Ranks below `callers` call for updates and take part in each. Agents, the ranks from there on, are called: all that have
+joined, by a number that tells their answers from those to earlier calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 
 from treadle.host.errors import TreadleError
-from treadle.update.protocol.catalogue import list_layouts
-from treadle.update.protocol.control import Agreed, Enter, Fault, Layouts, Phase, Send, Settled, Sides
+from treadle.update.protocol.catalogue import layout_digest, list_layouts
+from treadle.update.protocol.control import Agreed, Asked, Enter, Fault, Layouts, Phase, Send, Settled, Sides
 from treadle.update.protocol.leases import Leases
 from treadle.update.protocol.record import (
+    MOST,
     Member,
     Record,
     is_foreign,
@@ -27,6 +30,9 @@ from treadle.update.protocol.record import (
 )
 from treadle.update.protocol.update_messages import Status, WeightLayout
 
+NO_LAYOUT = WeightLayout((), ())
+"""The layout of a rank that takes no part."""
+
 
 class AttemptRefusedError(TreadleError, ValueError):
     """An attempt cannot go on: `who` is to blame, the text has the reason."""
@@ -38,15 +44,25 @@ class AttemptRefusedError(TreadleError, ValueError):
 
 @dataclass(frozen=True)
 class Attempt:
-    """The reports so far, by rank."""
+    """The reports so far, by rank.
 
-    world: int
+    `own`: what the coordinator itself has begun, for agents alone. `call` is the number of the last call, `called` are
+    the agents it went to, `left_out` those that did not enter in time, with the reason. `grouped` is the last attempt
+    that made a process group, and its ranks.
+    """
+
+    callers: int
     epoch: int = 0
     phase: Phase = "enter"
     committed: bool = False
     entered: dict[int, Enter] = field(default_factory=dict)
     settled: dict[int, Settled] = field(default_factory=dict)
     agreed: dict[int, Agreed] = field(default_factory=dict)
+    own: Asked | None = None
+    call: int = 0
+    called: frozenset[int] = frozenset()
+    left_out: Mapping[int, str] = field(default_factory=dict)
+    grouped: tuple[int, tuple[int, ...]] = (0, ())
 
     @property
     def statuses(self) -> dict[int, Status]:
@@ -63,6 +79,23 @@ class Attempt:
         """One rank's entry: all ranks enter alike."""
         return next(iter(self.entered.values()))
 
+    @property
+    def asked(self) -> Asked:
+        """What the attempt is for."""
+        return self.own if self.own is not None else self.first.asked
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether nothing has begun."""
+        return not self.entered and self.own is None
+
+    @property
+    def cast(self) -> tuple[int, ...]:
+        """The ranks that take part, in order: before the attempt has its number, those that are waited for."""
+        if self.phase != "enter":
+            return tuple(sorted(self.entered))
+        return (*(range(self.callers) if self.own is None else ()), *sorted(self.called))
+
     def spoken(self, sides: dict[int, Sides]) -> Collection[int]:
         """Ranks that have reported in this phase."""
         by_phase: dict[str, Collection[int]] = {"enter": self.entered, "settle": self.settled, "layout": sides}
@@ -70,37 +103,30 @@ class Attempt:
 
     def refuse_entries(self, record: Record, leases: Leases, where: str = "") -> None:
         """Raise AttemptRefusedError where ranks ask for different or impossible things, or find other workers."""
-        first = self.first
+        first, asked = self.first, self.asked
         for entry in self.entered.values():
             if entry.fault is not None:
                 raise AttemptRefusedError(entry.fault.who, entry.fault.text)
             if not entry.away and (entry.worker is None) != (entry.status is None):
                 raise AttemptRefusedError(f"update rank {entry.rank}", "it does not report how its worker stands")
         for rank, entry in self.entered.items():
-            mine, theirs = (first.kind, first.version), (entry.kind, entry.version)
-            if mine != theirs or (first.base, first.changed) != (entry.base, entry.changed):
-                raise AttemptRefusedError(
-                    f"update rank {rank}",
-                    f"it enters with {entry.kind} of version {entry.version}, update rank {first.rank} with "
-                    f"{first.kind} of version {first.version}; all ranks must ask for the same",
-                )
-            if first.takeover != entry.takeover:
-                raise AttemptRefusedError(f"update rank {rank}", "takeover must be the same on all ranks")
+            if entry.asked != asked:
+                raise AttemptRefusedError(f"update rank {rank}", _difference(entry, first))
         self._refuse_speakers()
         self._refuse_logs(record, where)
         self._refuse_set(record, leases)
         record = self.start_from(record)
-        if first.kind == "update" and record.version is not None and first.version <= record.version:
+        if asked.kind == "update" and record.version is not None and asked.version <= record.version:
             raise AttemptRefusedError(
-                "the caller", f"version {first.version} is not newer than {record.version}, which is committed"
+                "the caller", f"version {asked.version} is not newer than {record.version}, which is committed"
             )
-        if first.kind == "recover" and record.version is None:
+        if asked.kind == "recover" and record.version is None:
             text = "no version was ever committed, so there is none to recover; update first"
             other = "the workers do not all serve one version of one log, so there is none to go on with; update first"
-            raise AttemptRefusedError("the caller", other if first.takeover else text)
-        if first.kind == "recover" and first.version not in (0, record.version):
+            raise AttemptRefusedError("the caller", other if asked.takeover else text)
+        if asked.kind == "recover" and asked.version not in (0, record.version):
             raise AttemptRefusedError(
-                "the caller", f"the source has version {first.version}, version {record.version} is committed"
+                "the caller", f"the source has version {asked.version}, version {record.version} is committed"
             )
 
     @property
@@ -124,10 +150,10 @@ class Attempt:
         An update leaves out who was away, unless others of its replica are in. After a recovery the ones that were away
         may still have a lease on the same version.
         """
-        if leases.lease_ns is None or self.first.takeover:
+        if leases.lease_ns is None or self.asked.takeover:
             return self.members
         present, replicas = self.incarnations, {replica_of(status) for status in self.statuses.values()}
-        recovers = self.first.kind == "recover"
+        recovers = self.asked.kind == "recover"
         kept = [
             member
             for member in record.members
@@ -138,7 +164,7 @@ class Attempt:
 
     def start_from(self, record: Record) -> Record:
         """Return the log's record at the start of this attempt: with `takeover`, that of the workers taken over."""
-        if not self.first.takeover:
+        if not self.asked.takeover:
             return record
         return taken_over(record, list(self.statuses.values()), self.members)
 
@@ -168,17 +194,17 @@ class Attempt:
                     f"worker {worker} (process {status.pid})",
                     f"process {status.before} was worker {worker} before, and has neither ended nor closed; end it",
                 )
-        if self.first.takeover:
+        if self.asked.takeover:
             return
         endless = [member for member in record.members if leases.is_endless(member.incarnation)]
-        if leases.least is not None:
+        if leases.least is not None and self.asked.kind == "update":
             self._refuse_few(record, leases.least)
         missing = missing_members(record.members if leases.least is None else endless, self.workers)
         if missing:
             raise AttemptRefusedError(
                 ", ".join(member.name for member in missing),
-                f"the log has {len(record.members)} workers, {self.world} update ranks came, and none speaks for "
-                f"{'this one' if len(missing) == 1 else 'these'}, which would go on with version {record.version}; "
+                f"the log has {len(record.members)} workers, {len(self.entered)} update ranks came, and none speaks "
+                f"for {'this one' if len(missing) == 1 else 'these'}, which would go on with version {record.version}; "
                 "start a rank beside each worker, or, once the others have ended, take over those that are left "
                 "(takeover=True, --takeover)",
             )
@@ -206,7 +232,7 @@ class Attempt:
 
     def _refuse_logs(self, record: Record, where: str) -> None:
         foreign = {worker: status for worker, status in self.workers.items() if is_foreign(record, status.log)}
-        if foreign and not self.first.takeover:
+        if foreign and not self.asked.takeover:
             worker, status = next(iter(sorted(foreign.items())))
             raise AttemptRefusedError(
                 f"workers {_listed(sorted(foreign))}",
@@ -257,33 +283,38 @@ class Attempt:
         }
 
     def catalogue(self, sides: dict[int, Sides]) -> bytes:
-        """Return the packed catalogue of all layouts, each once."""
-        told: dict[str, WeightLayout] = {}
-        entries = [self.entered[rank] for rank in range(self.world)]
-        for rank, entry in enumerate(entries):
-            side = sides[rank]
+        """Return the packed catalogue of all layouts, each once. Ranks that take no part have none, and any memory."""
+        nobody = layout_digest(NO_LAYOUT)
+        told = {nobody: NO_LAYOUT} if len(self.cast) <= max(self.cast) else {}
+        for rank, side in sides.items():
+            entry = self.entered[rank]
             if side.has is not None:
                 told[entry.has] = side.has
             if side.wants is not None:
                 told[entry.wants] = side.wants
-        for rank, entry in enumerate(entries):
+        for rank, entry in sorted(self.entered.items()):
             if entry.has not in told or entry.wants not in told:
                 raise AttemptRefusedError(f"update rank {rank}", "nobody sent the layout that it entered with")
-        free = [sides[rank].free_bytes for rank in range(self.world)]
-        return list_layouts(told, [entry.has for entry in entries], [entry.wants for entry in entries], free)
+        rows = [
+            (self.entered[rank].has, self.entered[rank].wants, sides[rank].free_bytes)
+            if rank in self.entered
+            else (nobody, nobody, MOST)
+            for rank in range(max(self.cast) + 1)
+        ]
+        return list_layouts(told, *zip(*rows, strict=True))
 
     def layouts(self, record: Record, catalogue: bytes | None) -> Layouts | None:
         """What moves to which workers; None where nothing has to."""
         everyone = tuple(self.statuses)
         holds = tuple(r for r in everyone if self._serves(r))
-        first, version = self.first, record.version
-        if first.kind == "recover":
+        asked, version = self.asked, record.version
+        if asked.kind == "recover":
             assert version is not None
             loads = tuple(r for r in everyone if r not in holds)
             if not loads:
                 return None
-            givers = tuple(r for r in holds if self.entered[r].can_export) if first.version == 0 else ()
-            if first.version == 0 and not givers:
+            givers = tuple(r for r in holds if self.entered[r].can_export) if asked.version == 0 else ()
+            if asked.version == 0 and not givers:
                 lost = f"every copy of version {version} is lost; all"
                 mute = (
                     f"workers {self._listed(holds)} serve version {version} and their engines cannot hand it out; these"
@@ -302,12 +333,12 @@ class Attempt:
                 None,
                 self._group(),
                 catalogue,
-                self._who_is_away(),
+                self._who_is_away(record),
             )
         only, why = self._only(record, holds)
-        whys = "; ".join(filter(None, (why, self._who_is_away())))
+        whys = "; ".join(filter(None, (why, self._who_is_away(record))))
         return Layouts(
-            self.epoch, first.version, everyone, self._numbers(everyone), (), only, self._group(), catalogue, whys
+            self.epoch, asked.version, everyone, self._numbers(everyone), (), only, self._group(), catalogue, whys
         )
 
     def _serves(self, rank: int) -> bool:
@@ -322,30 +353,39 @@ class Attempt:
         """Return the numbers of these ranks' workers, for people."""
         return _listed(self._numbers(ranks))
 
-    def _who_is_away(self) -> str:
+    def _who_is_away(self, record: Record) -> str:
         """A note on the workers without which ranks go on."""
-        away = [entry for _, entry in sorted(self.entered.items()) if entry.away]
-        return "; ".join(f"worker {entry.worker} is left out, and its lease is over: {entry.away}" for entry in away)
+        away = {entry.worker: entry.away for _, entry in sorted(self.entered.items()) if entry.away}
+        away |= {rank - self.callers: why for rank, why in sorted(self.left_out.items())}
+        gone = [member.worker for member in record.members if member.worker not in self.workers]
+        away |= {worker: "no update rank speaks for it" for worker in gone if worker not in away}
+        over = ", and its lease is over" if self.asked.kind == "update" else ""
+        return "; ".join(f"worker {worker} is left out{over}: {why}" for worker, why in away.items())
 
     def _group(self) -> int:
         """Return the attempt whose process group all ranks still have, or this one, which makes a new group."""
         had = {entry.group for entry in self.entered.values()}
-        return had.pop() if len(had) == 1 and 0 not in had else self.epoch
+        made, ranks = self.grouped
+        return made if had == {made} and ranks == self.cast else self.epoch
+
+    def with_group(self) -> Attempt:
+        """Return the attempt that knows of the process group that it uses."""
+        return replace(self, grouped=(self._group(), self.cast))
 
     def _only(self, record: Record, holds: tuple[int, ...]) -> tuple[tuple[str, ...] | None, str]:
         """Return the tensors that move, None for all; and why all move where the caller asked for less."""
-        first = self.first
-        if first.changed is None:
+        asked = self.asked
+        if asked.changed is None:
             return None, ""
-        if first.base is None or first.base != record.version:
-            return None, f"all tensors move: the changes are against version {first.base}, {record.version} is served"
+        if asked.base is None or asked.base != record.version:
+            return None, f"all tensors move: the changes are against version {asked.base}, {record.version} is served"
         if len(holds) < len(self.statuses):
             away = self._listed(r for r in self.statuses if r not in holds)
             return None, f"all tensors move: workers {away} do not hold version {record.version}"
         mute = [rank for rank in self.statuses if not self.entered[rank].can_export]
         if mute:
             return None, f"all tensors move: the engines of workers {self._listed(mute)} take all or none"
-        return first.changed, ""
+        return asked.changed, ""
 
     def disagreement(self) -> str | None:
         """What differs between ranks that must not; None where all agree."""
@@ -372,7 +412,7 @@ class Attempt:
             agree = f"; update ranks {_listed(most)} have the same" if most else ""
             raise AttemptRefusedError(
                 f"update ranks {_listed(odd)}",
-                f"they hold different weights, all as version {self.first.version}, in one or more of {about[number]}"
+                f"they hold different weights, all as version {self.asked.version}, in one or more of {about[number]}"
                 f"{agree}; give all ranks the same weights (do they load one checkpoint, and take every step "
                 "together?), or say of each piece on one rank only that it is there; compare_sources='all' finds every "
                 "difference, and transfer='broadcast' names the tensors",
@@ -385,3 +425,23 @@ class Attempt:
 
 def _listed(workers: Iterable[int]) -> str:
     return ", ".join(map(str, workers))
+
+
+def _difference(entry: Enter, first: Enter) -> str:
+    """Say in what two ranks' entries differ that must be the same on all ranks."""
+    mine, theirs = first.asked, entry.asked
+    if mine.takeover != theirs.takeover:
+        return "takeover must be the same on all ranks"
+    if mine.options != theirs.options:
+        name = next(
+            f.name for f in fields(mine.options) if getattr(mine.options, f.name) != getattr(theirs.options, f.name)
+        )
+        values = getattr(theirs.options, name), getattr(mine.options, name)
+        return (
+            f"its options have {name}={values[0]!r}, those of update rank {first.rank} {name}={values[1]!r}; give all "
+            "ranks the same options"
+        )
+    return (
+        f"it enters with {theirs.kind} of version {theirs.version}, update rank {first.rank} with {mine.kind} of "
+        f"version {mine.version}; all ranks must ask for the same"
+    )

@@ -1,7 +1,10 @@
 """The messages between update ranks and their coordinator.
 
 update rank -> coordinator  Join, Enter, Settled, Sides, Agreed, Fault, Report
-coordinator -> update rank  Joined, Go, Send, Layouts, Proceed, Stop, Grant
+coordinator -> update rank  Joined, Call, Go, Send, Layouts, Proceed, Stop, Grant
+
+Ranks below the world's size call for updates. Those from there on are agents: each speaks for a worker, joins and
+leaves at any time, and enters the attempts that it is called to.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from treadle.update.protocol.update_messages import Grant, Message, Status, WeightLayout
+from treadle.update.update_options import UpdateOptions
 from treadle.weights.tensor_boxes import Box, Tensor
 
 Kind: TypeAlias = Literal["update", "recover"]
@@ -19,8 +23,19 @@ Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 """An index into a list of the same message."""
 
 
+class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an attempt is for, and how it is done: the same on all ranks. `takeover`: what the caller vouches for."""
+
+    kind: Kind
+    version: int
+    base: int | None = None
+    changed: tuple[str, ...] | None = None
+    takeover: bool = False
+    options: UpdateOptions = UpdateOptions()
+
+
 class Join(Message, frozen=True):
-    """Opens an update rank's connection."""
+    """Opens an update rank's connection. `world`: how many ranks call for updates; those above are agents."""
 
     protocol: int
     rank: int
@@ -51,24 +66,21 @@ class Enter(Message, frozen=True):
     `worker` is the worker that it speaks for, None where it has none; that one's `status` is None where the rank has a
     `fault`. `can_export`: its worker's engine can copy its weights out. `group` is the attempt that made the process
     group the rank has, 0 if it has none. A rank that cannot take part enters with a `fault`, so that all ranks hear of
-    it together. `takeover` is what its caller vouches for.
-    `away`: why its worker takes no part, where the rank goes on without it.
+    it together. `away`: why its worker takes no part, where the rank goes on without it. `call`: of an agent, the
+    number of the call that it answers.
     """
 
     rank: int
     worker: int | None
-    kind: Kind
-    version: int
-    base: int | None
-    changed: tuple[str, ...] | None
+    asked: Asked
     has: str
     wants: str
     status: Status | None
     can_export: bool
     group: int
     fault: Fault | None = None
-    takeover: bool = False
     away: str = ""
+    call: int = 0
 
 
 class Report(Message, frozen=True):
@@ -127,10 +139,18 @@ class Joined(Message, frozen=True):
     """Answers Join: the connection stays. Without it the rank calls again."""
 
 
+class Call(Message, frozen=True):
+    """Calls an agent to an attempt; it enters with this number."""
+
+    number: int
+    asked: Asked
+
+
 class Go(Message, frozen=True):
-    """Numbers the attempt, and says what is committed, by which log."""
+    """Numbers the attempt, and says which ranks take part in it, what is committed, and by which log."""
 
     epoch: int
+    cast: tuple[int, ...]
     committed: int | None
     epochs: tuple[int, ...]
     log: str = ""
@@ -207,4 +227,4 @@ class Stop(Message, frozen=True):
     committed: bool
 
 
-FromCoordinator: TypeAlias = Joined | Go | Send | Layouts | Proceed | Stop | Grant
+FromCoordinator: TypeAlias = Joined | Call | Go | Send | Layouts | Proceed | Stop | Grant

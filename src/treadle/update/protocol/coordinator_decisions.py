@@ -2,9 +2,11 @@
 
 `hear` takes a rank's message. When all ranks have entered, the log must number the attempt (`Open`, answered through
 `opened`); when all have voted, the log must write the decision (`Decide`, answered through `decided`). A log that
-cannot be written ends the attempt (`stop`). The caller knows the deadlines and calls `stop`; of time there are only
-leases: before workers close and before the decision, an attempt waits until those of absent workers are over
-(`ticked`). Between attempts and in them, `reported` renews the leases of workers that hold what is committed.
+cannot be written ends the attempt (`stop`). The caller knows the deadlines and calls `stop`, or `leave_out` for agents
+that are late; of time there are only leases: before workers close and before the decision, an attempt waits until those
+of absent workers are over (`ticked`). Between attempts and in them, `reported` renews the leases of workers that hold
+what is committed. Where an agent's worker holds something else, `reported` begins a recovery among the agents, which
+gives way to a call for an update.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import msgspec
 from treadle.update.protocol.attempt import Attempt, AttemptRefusedError
 from treadle.update.protocol.control import (
     Agreed,
+    Asked,
+    Call,
     Enter,
     Fault,
     Go,
@@ -32,19 +36,23 @@ from treadle.update.protocol.control import (
     ToCoordinator,
 )
 from treadle.update.protocol.leases import Leases, is_past
-from treadle.update.protocol.record import Member, Record, has_committed, is_foreign
-from treadle.update.protocol.update_messages import Grant
+from treadle.update.protocol.record import Member, Record, has_committed, is_foreign, is_outdated
+from treadle.update.protocol.update_messages import Grant, Status
+from treadle.update.update_options import UpdateOptions
 from treadle.wire.errors import WireError
+
+AGAIN_NS = 5_000_000_000
+"""The least time between two recoveries that the coordinator begins itself."""
 
 _AFTER: dict[Phase, Phase] = {"plan": "begin", "begin": "finish", "finish": "open", "open": "enter"}
 
 
 @dataclass(frozen=True)
 class Tell:
-    """Send a message to one rank, or to all (-1)."""
+    """Send a message to some ranks."""
 
     message: Any
-    rank: int = -1
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,9 @@ Action: TypeAlias = Tell | Open | Decide
 class CoordinatorState:
     """What the coordinator knows.
 
-    `lost`: names of ranks whose connection ended. `known`: digests of the layouts of which all ranks have made plans.
+    The first `world` ranks call for updates; `agents` are those that have joined besides, and no attempt begins before
+    `expected` of them have. `again_ns`: before that no recovery of agents is begun. `lost`: names of calling ranks
+    whose connection ended. `known`: digests of the layouts of which all ranks have made plans.
     `where` is the log's directory, for errors. `last` is the last attempt that is over.
     """
 
@@ -82,13 +92,17 @@ class CoordinatorState:
     known: dict[int, tuple[str, str]] = field(default_factory=dict)
     leases: Leases = field(default_factory=Leases)
     last: int = 0
+    agents: frozenset[int] = frozenset()
+    expected: int = 0
+    options: UpdateOptions = field(default_factory=UpdateOptions)
+    again_ns: int = 0
 
     @property
     def waits_ns(self) -> int | None:
         """Until when a phase that all ranks have done waits for leases of other workers; 0 for not, None for ever."""
         attempt = self.attempt
-        waits = attempt.phase in ("plan", "finish") and self.num_spoken == self.world
-        if not waits or self.leases.lease_ns is None or attempt.first.kind != "update":
+        waits = attempt.phase in ("plan", "finish") and self.is_complete
+        if not waits or self.leases.lease_ns is None or attempt.asked.kind != "update":
             return 0
         return self.leases.ends_ns({s.incarnation for rank, s in attempt.statuses.items() if rank in attempt.agreed})
 
@@ -96,12 +110,23 @@ class CoordinatorState:
     def missing(self) -> list[int]:
         """Ranks that have not reported in this phase."""
         spoken = self.attempt.spoken(self.sides)
-        return [rank for rank in range(self.world) if rank not in spoken]
+        return [rank for rank in self.attempt.cast if rank not in spoken]
 
     @property
     def num_spoken(self) -> int:
         """How many ranks have reported in this phase."""
         return len(self.attempt.spoken(self.sides))
+
+    @property
+    def num_awaited(self) -> int:
+        """How many more agents must join before an attempt begins."""
+        return max(0, self.expected - len(self.agents))
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all ranks that take part have reported in this phase."""
+        entering = self.attempt.phase == "enter"
+        return self.num_spoken > 0 and not self.missing and not (entering and self.num_awaited)
 
 
 Step: TypeAlias = tuple[CoordinatorState, list[Action]]
@@ -111,15 +136,10 @@ def hear(state: CoordinatorState, rank: int, message: ToCoordinator, record: Rec
     """Take a rank's message; `record` is the log's."""
     attempt, before = state.attempt, list[Action]()
     if isinstance(message, Enter):
-        if state.lost:
-            gone = ", ".join(state.lost.values())
-            fault = Fault(0, gone, "enter", -1, "lost in an earlier attempt; start the update ranks again")
-            return state, [Tell(Stop(0, fault, committed=False), rank)]
-        if attempt.phase != "enter":  # the rank has given the attempt up
-            text = "has given up, and begins another attempt"
-            state, before = stop(state, attempt.fault(f"update rank {rank}", text))
-            attempt = state.attempt
-        attempt = replace(attempt, entered={**attempt.entered, rank: message})
+        if (refusal := _turn_away(state, rank, message)) is not None:
+            return state, [Tell(refusal, (rank,))]
+        state, before = _entered(state, rank, message)
+        attempt = state.attempt
     elif isinstance(message, Report):
         return reported(state, rank, message, record, now_ns)
     elif isinstance(message, Fault) and not message.epoch:
@@ -134,11 +154,49 @@ def hear(state: CoordinatorState, rank: int, message: ToCoordinator, record: Rec
         state = replace(state, sides={**state.sides, rank: message})
     elif isinstance(message, Agreed) and message.phase == attempt.phase:
         attempt = replace(attempt, agreed={**attempt.agreed, rank: message})
-    state = replace(state, attempt=attempt)
-    if state.num_spoken < state.world:
-        return state, before
-    state, actions = _try_to_advance(state, record, now_ns)
+    state, actions = _go_on(replace(state, attempt=attempt), record, now_ns)
     return state, [*before, *actions]
+
+
+def _go_on(state: CoordinatorState, record: Record, now_ns: int) -> Step:
+    return _try_to_advance(state, record, now_ns) if state.is_complete else (state, [])
+
+
+def _turn_away(state: CoordinatorState, rank: int, entry: Enter) -> Stop | None:
+    """Return why a rank cannot enter, if it cannot."""
+    attempt = state.attempt
+    if rank >= state.world:
+        if attempt.phase == "enter" and rank in attempt.called and entry.call == attempt.call:
+            return None
+        return Stop(0, Fault(0, "the caller", "enter", -1, "the attempt of this call is over"), committed=False)
+    if not state.lost:
+        return None
+    gone = ", ".join(state.lost.values())
+    fault = Fault(0, gone, "enter", -1, "lost in an earlier attempt; start the update ranks again")
+    return Stop(0, fault, committed=False)
+
+
+def _entered(state: CoordinatorState, rank: int, entry: Enter) -> Step:
+    """Note an entry. The first one of a calling rank ends a recovery of agents, and calls the agents."""
+    attempt, actions = state.attempt, list[Action]()
+    if rank < state.world and (attempt.phase != "enter" or attempt.own is not None):
+        if attempt.own is not None:
+            fault = attempt.fault(f"update rank {rank}", "calls for an update, which comes before a recovery")
+        else:
+            fault = attempt.fault(f"update rank {rank}", "has given up, and begins another attempt")
+        state, actions = stop(state, fault)
+    if state.attempt.is_idle:
+        state, called = _call(state, entry.asked, state.agents)
+        actions = [*actions, *called]
+    attempt = state.attempt
+    return replace(state, attempt=replace(attempt, entered={**attempt.entered, rank: entry})), actions
+
+
+def _call(state: CoordinatorState, asked: Asked, agents: frozenset[int]) -> Step:
+    """Call agents to an attempt that begins."""
+    attempt = replace(state.attempt, call=state.attempt.call + 1, called=agents)
+    told: list[Action] = [Tell(Call(attempt.call, asked), tuple(sorted(agents)))] if agents else []
+    return replace(state, attempt=attempt), told
 
 
 def ticked(state: CoordinatorState, record: Record, now_ns: int) -> Step:
@@ -149,12 +207,13 @@ def ticked(state: CoordinatorState, record: Record, now_ns: int) -> Step:
 def reported(state: CoordinatorState, rank: int, report: Report, record: Record, now_ns: int) -> Step:
     """Grant a lease to a worker that holds, or has staged, what is committed, if it is a member.
 
-    During an attempt only workers that take part keep theirs, and only until they close.
+    During an attempt only workers that take part keep theirs, and only until they close. For an agent's worker that
+    serves something else, or nothing, begin a recovery.
     """
     status, leases, attempt = report.status, state.leases, state.attempt
     is_member = any(member.incarnation == status.incarnation for member in record.members)
     if leases.lease_ns is None or not is_member or not has_committed(record, status) or status.term > record.term:
-        return state, []
+        return _fill(state, rank, status, record, now_ns)
     entry = attempt.entered[rank].status if rank in attempt.entered else None
     takes_part = entry is not None and entry.incarnation == status.incarnation and status.state in ("serving", "lapsed")
     if is_foreign(record, status.log) or not (attempt.phase == "enter" or takes_part):
@@ -169,7 +228,21 @@ def reported(state: CoordinatorState, rank: int, report: Report, record: Record,
         stamp_ns=status.stamp_ns,
         lease_ns=leases.lease_ns,
     )
-    return replace(state, leases=leases.granted(status.incarnation, now_ns)), [Tell(grant, rank)]
+    return replace(state, leases=leases.granted(status.incarnation, now_ns)), [Tell(grant, (rank,))]
+
+
+def _fill(state: CoordinatorState, rank: int, status: Status, record: Record, now_ns: int) -> Step:
+    """Begin a recovery among the agents, where a worker of one does not serve what is committed."""
+    serves = status.state == "serving" and has_committed(record, status)
+    busy = not state.attempt.is_idle or now_ns < state.again_ns or state.num_awaited > 0
+    if rank not in state.agents or serves or busy or record.version is None:
+        return state, []
+    if is_foreign(record, status.log) or is_outdated(record, status):
+        return state, []
+    asked = Asked("recover", 0, options=state.options)
+    again_ns = now_ns + max(AGAIN_NS, state.leases.lease_ns or 0)
+    state = replace(state, attempt=replace(state.attempt, own=asked), again_ns=again_ns)
+    return _call(state, asked, state.agents)
 
 
 def malformed(state: CoordinatorState, rank: int, who: str, text: str, record: Record) -> Step:
@@ -180,7 +253,8 @@ def malformed(state: CoordinatorState, rank: int, who: str, text: str, record: R
     fault = state.attempt.fault(who, text)
     if state.attempt.phase != "enter":
         return stop(state, fault)
-    return hear(state, rank, Enter(rank, None, "update", 0, None, None, "", "", None, False, 0, fault), record)
+    asked, call = Asked("update", 0), state.attempt.call
+    return hear(state, rank, Enter(rank, None, asked, "", "", None, False, 0, fault, call=call), record)
 
 
 def _leave(state: CoordinatorState, rank: int, fault: Fault) -> Step:
@@ -197,41 +271,74 @@ def _leave(state: CoordinatorState, rank: int, fault: Fault) -> Step:
 def opened(state: CoordinatorState, epoch: int, record: Record) -> Step:
     """Return the log has numbered the attempt."""
     attempt = state.attempt
+    cast = attempt.cast
     state = replace(state, attempt=replace(attempt, epoch=epoch, phase="settle"))
     told = record.version, record.epochs, record.id, record.took
-    return state, [Tell(Go(epoch, *told, attempt.first.takeover, record.term))]
+    return state, [Tell(Go(epoch, cast, *told, attempt.asked.takeover, record.term), cast)]
 
 
 def decided(state: CoordinatorState) -> Step:
     """Return the decision is on disk: tell the ranks."""
     attempt, leases = replace(state.attempt, committed=True), state.leases
-    if attempt.first.kind == "update":
+    if attempt.asked.kind == "update":
         leases = leases.without(attempt.incarnations)  # with their votes they gave them up
     return _proceed(replace(state, attempt=attempt, leases=leases))
 
 
 def stop(state: CoordinatorState, fault: Fault) -> Step:
     """End the attempt on all ranks."""
-    told = Stop(state.attempt.epoch, fault, state.attempt.committed)
-    return replace(over(state), sides={}), [Tell(told)]
+    attempt = state.attempt
+    told = Stop(attempt.epoch, fault, attempt.committed)
+    return replace(over(state), sides={}), [Tell(told, tuple({*attempt.cast, *attempt.entered}))]
 
 
 def over(state: CoordinatorState) -> CoordinatorState:
     """Return the state after the end of the attempt."""
-    return replace(state, attempt=Attempt(state.world), last=max(state.last, state.attempt.epoch))
+    before = state.attempt
+    attempt = Attempt(state.world, call=before.call, grouped=before.grouped)
+    return replace(state, attempt=attempt, last=max(state.last, before.epoch))
 
 
-def joined(state: CoordinatorState, rank: int) -> CoordinatorState:
-    """A rank has joined. A new rank knows no layouts, so all are told again."""
-    return replace(state, lost={r: name for r, name in state.lost.items() if r != rank}, known={})
-
-
-def lost(state: CoordinatorState, rank: int, name: str, text: str) -> Step:
-    """A rank's connection has ended. That ends the attempt, if there is one."""
-    state = replace(state, lost={**state.lost, rank: name})
-    if not state.attempt.entered:
+def joined(state: CoordinatorState, rank: int) -> Step:
+    """A rank has joined. A new rank knows no layouts, so all are told again. An agent is called to what begins."""
+    state = replace(state, lost={r: name for r, name in state.lost.items() if r != rank}, known={})
+    if rank < state.world:
         return state, []
-    return stop(state, state.attempt.fault(name, f"lost: {text}"))
+    agents = state.agents | {rank}
+    state = replace(state, agents=agents, expected=state.expected if len(agents) < state.expected else 0)
+    attempt = state.attempt
+    if attempt.phase != "enter" or attempt.is_idle:
+        return state, []
+    state = replace(state, attempt=replace(attempt, called=attempt.called | {rank}))
+    return state, [Tell(Call(attempt.call, attempt.asked), (rank,))]
+
+
+def lost(state: CoordinatorState, rank: int, name: str, text: str, record: Record, now_ns: int = 0) -> Step:
+    """A rank's connection has ended. That ends the attempt that it takes part in, unless an agent was yet to enter."""
+    attempt = state.attempt
+    if rank < state.world:
+        state = replace(state, lost={**state.lost, rank: name})
+    else:
+        state = replace(state, agents=state.agents - {rank})
+        if attempt.phase == "enter" and rank in attempt.called:
+            entered = {r: entry for r, entry in attempt.entered.items() if r != rank}
+            attempt = replace(attempt, called=attempt.called - {rank}, entered=entered)
+            if attempt.own is not None and not attempt.called:
+                return over(state), []
+            return _go_on(replace(state, attempt=attempt), record, now_ns)
+    if attempt.is_idle or rank not in attempt.cast:
+        return state, []
+    return stop(state, attempt.fault(name, f"lost: {text}"))
+
+
+def leave_out(state: CoordinatorState, text: str, record: Record, now_ns: int) -> Step | None:
+    """Go on without agents that have not entered, if the policy allows that; None where other ranks are missing."""
+    late, attempt = state.missing, state.attempt
+    if attempt.phase != "enter" or state.leases.least is None or not late or min(late) < state.world:
+        return None
+    called, left_out = attempt.called.difference(late), dict.fromkeys(late, text)
+    state = replace(state, attempt=replace(attempt, called=called, left_out={**attempt.left_out, **left_out}))
+    return _go_on(state, record, now_ns)
 
 
 def fault_of_log(state: CoordinatorState, error: Exception) -> Fault:
@@ -259,8 +366,9 @@ def _advance(state: CoordinatorState, record: Record, now_ns: int) -> Step:
         attempt.refuse_strangers()
         if attempt.digests == state.known:
             return _lay_out(state, record, None)
+        attempt = attempt.with_group()
         state = replace(state, attempt=replace(attempt, phase="layout"), sides={})
-        return state, [Tell(send, rank) for rank, send in attempt.sends().items()]
+        return state, [Tell(send, (rank,)) for rank, send in attempt.sends().items()]
     if attempt.phase == "layout":
         state, actions = _lay_out(state, record, attempt.catalogue(state.sides))
         return replace(state, sides={}), actions
@@ -273,7 +381,7 @@ def _open(state: CoordinatorState, record: Record) -> Step:
     members = attempt.members_after(record, leases)
     start = attempt.start_from(record)
     leases = leases.without(attempt.ended(record))
-    if attempt.first.takeover:  # of other leases than those of the workers here the caller says that they are over
+    if attempt.asked.takeover:  # of other leases than those of the workers here the caller says that they are over
         leases = replace(leases, out=dict.fromkeys(attempt.incarnations))
     known = [status.term for status in attempt.statuses.values() if status.log == record.id]
     term = max(record.term, *(term + 1 for term in known if term > record.term), 0)
@@ -285,9 +393,10 @@ def _lay_out(state: CoordinatorState, record: Record, catalogue: bytes | None) -
     attempt = state.attempt
     layouts: Layouts | None = attempt.layouts(record, catalogue)
     if layouts is None:
-        return over(state), [Tell(Proceed(attempt.epoch, "open"))]
+        return over(state), [Tell(Proceed(attempt.epoch, "open"), attempt.cast)]
     known = state.known if catalogue is None else {}  # until all ranks have made their plans of it
-    return replace(state, attempt=replace(attempt, phase="plan"), known=known), [Tell(layouts)]
+    attempt = replace(attempt, phase="plan").with_group()
+    return replace(state, attempt=attempt, known=known), [Tell(layouts, attempt.cast)]
 
 
 def _agree(state: CoordinatorState, record: Record, now_ns: int) -> Step:
@@ -304,7 +413,7 @@ def _agree(state: CoordinatorState, record: Record, now_ns: int) -> Step:
     if attempt.phase == "plan":
         state = replace(state, known=attempt.digests)
     if attempt.phase == "finish":
-        version = attempt.first.version if attempt.first.kind == "update" else record.version
+        version = attempt.asked.version if attempt.asked.kind == "update" else record.version
         assert version is not None
         return state, [Decide(version)]
     return _proceed(state)
@@ -312,7 +421,7 @@ def _agree(state: CoordinatorState, record: Record, now_ns: int) -> Step:
 
 def _proceed(state: CoordinatorState) -> Step:
     attempt, phase = state.attempt, state.attempt.phase
-    told: list[Action] = [Tell(Proceed(attempt.epoch, phase))]
+    told: list[Action] = [Tell(Proceed(attempt.epoch, phase), attempt.cast)]
     if phase == "open":
         return over(state), told
     return replace(state, attempt=replace(attempt, phase=_AFTER[phase], agreed={})), told

@@ -55,7 +55,7 @@ class AttemptRun:
         self.context, self.request = context, request
         self.options, self.coordinator = context.options, context.coordinator
         self.state = RankState(
-            context.rank, context.options, version=request.version, speaks=context.own_worker is not None
+            context.rank, context.options, version=request.asked.version, speaks=context.own_worker is not None
         )
         self.coordinator.begin()
         self.seconds: dict[str, float] = {}
@@ -68,7 +68,7 @@ class AttemptRun:
         self._shares: Shares | None = None
         self._ties: TieComparison | None = None
         self._rollback_bytes = 0
-        self._finds_changed = self.options.changed == "elements" and request.kind == "update"
+        self._finds_changed = self.options.changed == "elements" and request.asked.kind == "update"
         self._why_all = ""
         """Why all elements move where the options ask for changed ones."""
         self._moved_bytes = 0
@@ -106,6 +106,7 @@ class AttemptRun:
             self.state, action = rank.heard(self.state, self._tell(TellCoordinator(entry, (Go,))))
             go = self.state.go
             assert go is not None
+            self.context.broadcasts.cast = go.cast
             self.context.share.settle(go.log, go.epochs)
         while not isinstance(action, AttemptDone):
             with self._in(self.phase):
@@ -133,7 +134,7 @@ class AttemptRun:
                     # -------- POINT OF NO RETURN: with all votes in, the coordinator writes the decision to its log.
                     case TellCoordinator():
                         self.state, action = rank.heard(self.state, self._tell(action))
-        if self.request.kind == "update":
+        if self.request.asked.kind == "update":
             self.context.share.settle(self.state.log, (self.epoch,))
         return self._updated()
 
@@ -184,12 +185,11 @@ class AttemptRun:
                 away = self._leave_out(known.text)
             else:
                 fault = known.fault
-        asked = self.request
-        names = asked.kind, asked.version, asked.base, asked.changed
         layouts = layout_digest(self._has), self._wants_digest
         mine = can_export, self.context.broadcasts.made
         status = self._status if fault is None and not away else None
-        return Enter(self.context.rank, self._number, *names, *layouts, status, *mine, fault, asked.takeover, away)
+        asked, call = self.request.asked, self.request.call
+        return Enter(self.context.rank, self._number, asked, *layouts, status, *mine, fault, away, call)
 
     def _leave_out(self, why: str) -> str:
         """Go on without the worker, whose lease then ends; why."""
@@ -385,11 +385,9 @@ class AttemptRun:
 
     def _faulty_entry(self, fault: Fault) -> Enter:
         """The entry of a rank that failed before it could enter: the others hear of it when they have entered."""
-        asked, nobody = self.request, NO_LAYOUT
-        names = asked.kind, asked.version, asked.base, None
-        return Enter(
-            self.context.rank, self._number, *names, nobody, nobody, None, can_export=False, group=0, fault=fault
-        )
+        asked, call, nobody = self.request.asked, self.request.call, NO_LAYOUT
+        mine = self.context.rank, self._number, asked, nobody, nobody, None
+        return Enter(*mine, can_export=False, group=0, fault=fault, call=call)
 
     def _own_fault(self, error: BaseException) -> Fault:
         if isinstance(error, UpdateError):

@@ -1,10 +1,11 @@
-"""The process group of buckets: all update ranks make it, a failed attempt breaks it off, the next makes another."""
+"""The process group of buckets: the ranks of an attempt make it, a failed one breaks it off, the next makes another."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,12 +29,14 @@ class BroadcastError(TreadleError, RuntimeError):
 
 
 class Buckets(Group):
-    """The group of all update ranks, over torch's own backend for the device, whatever backend the world has."""
+    """The group of the ranks of an attempt, over torch's own backend for the device, whatever backend the world has."""
 
-    def __init__(self, name: str, world: RankWorld, device: torch.device, deadline: timedelta) -> None:
+    def __init__(
+        self, name: str, ranks: Sequence[int], world: RankWorld, device: torch.device, deadline: timedelta
+    ) -> None:
         wait, backend = device_of(device, deadline).wait, default_backend(device)
-        ranks, rank, store = list(range(world.size)), world.rank, world.store
-        super().__init__(f"update/{name}", ranks, rank, deadline, wait, device, backend=backend, store=store)
+        place, store = list(ranks), world.store
+        super().__init__(f"update/{name}", place, world.rank, deadline, wait, device, backend=backend, store=store)
 
 
 class Waiter:
@@ -85,13 +88,15 @@ class Waiter:
 class Broadcasts:
     """One process group at a time. `break_off` ends waits in it from another thread.
 
-    `name` is the updater's; `made` is the attempt that made the group, 0 where there is none that can be used.
+    `name` is the updater's; `made` is the attempt that made the group, 0 where there is none that can be used; `cast`
+    are the ranks of the present attempt.
     """
 
     def __init__(self, name: str, world: RankWorld, deadline_s: float, device: torch.device) -> None:
         self.name, self.world, self.deadline = name, world, timedelta(seconds=deadline_s)
         self.device = device
         self.made = 0
+        self.cast: tuple[int, ...] = tuple(range(world.size))
         self.waiter: Waiter | None = None
         self._group: Group | None = None
         self._sockets = Sockets()
@@ -120,7 +125,7 @@ class Broadcasts:
     def make(self, what: str, device: torch.device | None = None) -> Buckets:
         """Make another group, of the updater's device if not given; all ranks make it under the same name."""
         device = device if device is not None else self.device
-        return Buckets(f"{self.name}/{what}", self.world, device, self.deadline)
+        return Buckets(f"{self.name}/{what}", self.cast, self.world, device, self.deadline)
 
     def make_control(self, what: str) -> Buckets:
         """Make another group for control messages, which are on the CPU whatever the buckets are on."""

@@ -62,6 +62,8 @@ class Where:
 class BucketLoop:
     """Moves one attempt's buckets on one rank. `compare(buffer, bucket)` sees each bucket of another rank.
 
+    `place` has each rank's number in the group, which is of the ranks of the attempt alone.
+
     Whole buckets have the plan's sizes. Of a delta `delta_bytes` gives those of this rank's buckets, once they are
     encoded, and ranks exchange sizes before a bucket moves.
     """
@@ -77,6 +79,7 @@ class BucketLoop:
         h2d: Sequence[Buffer],
         worker: WorkerClient | None,
         group: Any,
+        place: Callable[[int], int],
         wait: Callable[[Any], None],
         deadline_s: float,
         checked: bool,
@@ -85,7 +88,7 @@ class BucketLoop:
     ) -> None:
         self.shares, self.rank, self.epoch, self.device = shares, rank, epoch, device
         self.clock = device_of(device, timedelta(seconds=deadline_s))
-        self.ipc, self.h2d, self.worker, self.group, self.wait = ipc, h2d, worker, group, wait
+        self.ipc, self.h2d, self.worker, self.group, self.place, self.wait = ipc, h2d, worker, group, place, wait
         self.deadline_s, self.checked = deadline_s, checked
         self.times, self.where = BucketTimes(), Where()
         self.own = [i for i, bucket in enumerate(shares.plan.buckets) if bucket.source == rank]
@@ -165,7 +168,7 @@ class BucketLoop:
 
     def _broadcast(self, buffer: Buffer, number: int) -> None:
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = self.shares.plan.buckets[number].source, 0
+        options.rootRank, options.rootTensor = self.place(self.shares.plan.buckets[number].source), 0
         work = self.group.broadcast([buffer.tensor[: self._size(number)]], options)
         self._look()
         self.wait(work)

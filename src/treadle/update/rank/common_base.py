@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from enum import IntEnum
 
 import torch
@@ -48,21 +48,21 @@ def missing_base(
     return MissingBase.NOTHING if context.worker.can_export or kept else MissingBase.KEPT
 
 
-def gather_missing(context: RankContext, group: int, own: MissingBase) -> list[MissingBase]:
+def gather_missing(context: RankContext, group: int, own: MissingBase) -> dict[int, MissingBase]:
     """Return what each rank lacks. All ranks call this together. `group`: the attempt that made the process group."""
     broadcasts, device = context.broadcasts, context.device
-    communicator = broadcasts.group_of(group, context.inbox).communicator
+    made = broadcasts.group_of(group, context.inbox)
     assert broadcasts.waiter is not None
-    found = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(broadcasts.world.size)]
-    broadcasts.waiter.wait(communicator.allgather([found], [torch.tensor([int(own)], device=device)]))
-    return [MissingBase(int(missing)) for missing in found]
+    found = [torch.zeros(1, dtype=torch.int64, device=device) for _ in made.ranks]
+    broadcasts.waiter.wait(made.communicator.allgather([found], [torch.tensor([int(own)], device=device)]))
+    return {rank: MissingBase(int(missing)) for rank, missing in zip(made.ranks, found, strict=True)}
 
 
-def why_all_move(missing: Sequence[MissingBase]) -> str:
+def why_all_move(missing: Mapping[int, MissingBase]) -> str:
     """Return why all elements move, for people; empty where the changed ones are enough."""
     found = [
-        f"update ranks {', '.join(str(rank) for rank, its in enumerate(missing) if its == base)} {text}"
+        f"update ranks {', '.join(str(rank) for rank, its in missing.items() if its == base)} {text}"
         for base, text in _TEXTS.items()
-        if base in missing
+        if base in missing.values()
     ]
     return f"all elements move: {'; '.join(found)}" if found else ""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from treadle.update.protocol.control import Kind
+from treadle.update.protocol.control import Asked
 from treadle.update.rank.broadcast import Broadcasts
 from treadle.update.rank.committed_share import CommittedShare
 from treadle.update.rank.coordinator_client import CoordinatorClient
@@ -26,18 +26,11 @@ HOST_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class UpdateRequest:
-    """What a caller asks of one attempt; all ranks must ask for the same.
+    """What is asked of an attempt, the same on all ranks; this rank's weights; the number of the call it answers."""
 
-    `changed` and `base` restrict an update to some tensors, where all workers serve version `base`. `takeover` is
-    what the caller vouches for: see `Updater`.
-    """
-
-    kind: Kind
-    version: int
-    source: WeightSource | None
-    changed: tuple[str, ...] | None = None
-    base: int | None = None
-    takeover: bool = False
+    asked: Asked
+    source: WeightSource | None = None
+    call: int = 0
 
 
 @dataclass

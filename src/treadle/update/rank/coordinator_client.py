@@ -11,7 +11,19 @@ from contextlib import suppress
 from typing import Any
 
 from treadle.update.errors import UpdateError, failure
-from treadle.update.protocol.control import Enter, Fault, FromCoordinator, Go, Join, Joined, Phase, Report, Stop
+from treadle.update.protocol.control import (
+    Asked,
+    Call,
+    Enter,
+    Fault,
+    FromCoordinator,
+    Go,
+    Join,
+    Joined,
+    Phase,
+    Report,
+    Stop,
+)
 from treadle.update.protocol.update_messages import PROTOCOL, Grant
 from treadle.update.rank.inbox import Inbox, read_into
 from treadle.update.rank.rendezvous import Rendezvous
@@ -27,7 +39,7 @@ LOOK_S = 1.0
 
 
 class CoordinatorClient:
-    """Sends messages to the coordinator. A lost connection is final: the update ranks must be started again."""
+    """Sends messages to the coordinator. A lost connection is final: calling ranks must be started again."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, world: int, inbox: Inbox, options: UpdateOptions) -> None:
         self.inbox, self.options, self._rendezvous = inbox, options, rendezvous
@@ -40,6 +52,8 @@ class CoordinatorClient:
         self.granted: Callable[[Grant], None] = lambda grant: None
         """Hears the leases that are granted, in the thread that reads."""
         join = Join(PROTOCOL, rank, world, os.getpid(), socket.gethostname())
+        self._called = threading.Condition()
+        self._call = Call(0, Asked("recover", 0))
         self._link, self.name = _join(rendezvous, join, options.deadline_s)
         read_into(inbox, "coordinator", self._link, self._take, self._gone)
 
@@ -53,6 +67,11 @@ class CoordinatorClient:
         if isinstance(message, Grant):
             self.granted(message)
             return True
+        if isinstance(message, Call):
+            with self._called:
+                self._call = message
+                self._called.notify_all()
+            return True
         if isinstance(message, Go) and not self.epoch:
             self.epoch, self._met = message.epoch, True  # at once: the next message may belong to this attempt
         return bool(message.epoch != self.epoch)
@@ -63,8 +82,17 @@ class CoordinatorClient:
             self.epoch, self.stop = 0, None
             self.inbox.start()
 
+    def next_call(self, after: int, timeout_s: float) -> Call | None:
+        """Wait for a call to an attempt above that number; the last one, or None where none comes or can come."""
+        with self._called:
+            self._called.wait_for(lambda: self._call.number > after or self.lost, timeout_s)
+            return self._call if self._call.number > after and not self.lost else None
+
     def _gone(self, text: str) -> None:
-        self.lost, self.why_lost = True, text
+        self.why_lost = text
+        with self._called:
+            self.lost = True
+            self._called.notify_all()
         self.inbox.fail(failure(self.epoch, self.name, "enter", f"lost: {text}"))
 
     def send(self, message: Any, phase: Phase) -> None:

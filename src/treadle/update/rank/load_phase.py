@@ -41,7 +41,7 @@ class Loading:
         self._delta, self._noted = delta, noted
         self._deltas: DeltaPacker | None = None
         self.moved_bytes = sum(bucket.size_bytes for bucket in shares.plan.buckets)
-        group = context.broadcasts.group_of(layouts.group, context.inbox).communicator
+        group = context.broadcasts.group_of(layouts.group, context.inbox)
         self._comparison = self._compare()
         looking = [comparing for comparing in (self._comparison, ties) if comparing is not None]
         self._looks = [comparing.look for comparing in looking if not delta]
@@ -55,7 +55,8 @@ class Loading:
             ipc=context.buffers.ipc,
             h2d=context.buffers.h2d[: shares.plan.num_h2d],
             worker=context.own_worker,
-            group=group,
+            group=group.communicator,
+            place=group.ranks.index,
             wait=context.broadcasts.waiter.wait,
             deadline_s=context.options.deadline_s,
             checked=context.options.checked,

@@ -1,4 +1,4 @@
-"""How update ranks find their coordinator: rank 0 writes its contact to torch's store, the others read it.
+"""How update ranks find their coordinator: rank 0 writes its contact to the world's store, the others read it.
 
 Without a key the coordinator listens at a Unix socket in the directory of sockets; with one, at a TCP port.
 """
@@ -14,19 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from treadle.dist.addresses import own_address
 from treadle.dist.clock import host_number
 from treadle.dist.rank_world import RankWorld
 from treadle.host.pressure import short_of_cores
 from treadle.update.protocol.control import FromCoordinator, ToCoordinator
+from treadle.update.update_options import UpdateOptions
 from treadle.wire.link import Link
 from treadle.wire.listeners import Listener, call_path, call_port, listen_at_path, listen_at_port
 
 
 class CoordinatorContact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the coordinator is, or why there is none (`error`). `number` is its host's; `port` 0: a Unix socket."""
+    """Where the coordinator is, or why there is none (`error`). `number` is its host's; `port` 0: a Unix socket.
+
+    `world` ranks call for updates, which are done by `options`.
+    """
 
     number: int = 0
     host: str = ""
@@ -34,6 +38,8 @@ class CoordinatorContact(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     address: str = ""
     port: int = 0
     error: str = ""
+    world: int = 0
+    options: UpdateOptions = UpdateOptions()
 
 
 class StartFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,18 +49,38 @@ class StartFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str
 
 
+_NEWEST = "newest"
+
+
+def _store_of(store: Store) -> PrefixStore:
+    return PrefixStore("treadle/update/coordinator", store)
+
+
+def newest_contact(store: Store, deadline_s: float) -> CoordinatorContact:
+    """Return the contact of the last coordinator in a store. Raises TimeoutError where none comes."""
+    kept = _store_of(store)
+    try:
+        kept.wait([_NEWEST], timedelta(seconds=deadline_s))
+    except Exception as error:  # stores raise various types
+        raise TimeoutError(f"no updater has been made there within {deadline_s:g} s") from error
+    return msgspec.json.decode(kept.get(kept.get(_NEWEST).decode()), type=CoordinatorContact)
+
+
 class Rendezvous:
     """Connects the updaters of all ranks that were made together; `name` is the same on all of them.
 
-    All ranks of a process group make their updaters in the same order. The group's store counts them: a process may be
-    older than the group, and have made updaters in another.
+    All calling ranks of a world make their updaters in the same order. The world's store counts them: a process may be
+    older than the world, and have made updaters in another. An agent joins the newest.
     """
 
-    def __init__(self, directory: Path, address: str | None, world: RankWorld) -> None:
-        self.path, self.address, self.world = directory / "coordinator.sock", address, world
+    def __init__(self, directory: Path, address: str | None, world: RankWorld, options: UpdateOptions) -> None:
+        self.path, self.address, self.world, self.options = directory / "coordinator.sock", address, world, options
         self.key: bytes | None = None
-        self._store = PrefixStore("treadle/update/coordinator", world.store)
-        self.name = str(self._store.add(f"made by rank {world.rank}", 1))
+        self._store = _store_of(world.store)
+        if world.rank < world.size:
+            self.name = str(self._store.add(f"made by rank {world.rank}", 1))
+        else:
+            self.name = self._store.get(_NEWEST).decode()
 
     @contextmanager
     def published(self) -> Iterator[None]:
@@ -82,7 +108,9 @@ class Rendezvous:
             listener.close()
             raise
         port = listener.server.getsockname()[1] if self.key is not None else 0
-        self._publish(CoordinatorContact(host_number(), socket.gethostname(), os.getpid(), address, port))
+        about = host_number(), socket.gethostname(), os.getpid(), address, port
+        self._publish(CoordinatorContact(*about, world=self.world.size, options=self.options))
+        self._store.set(_NEWEST, self.name)
         return made
 
     def call(self, deadline_s: float) -> tuple[Link[FromCoordinator], str]:

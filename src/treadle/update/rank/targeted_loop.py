@@ -103,9 +103,9 @@ class TargetedLoop(BucketLoop):
         if together:
             self.group._start_coalescing()
         if into is not None:
-            works.append(self.group.recv([comes], buckets[into].source, 0))
+            works.append(self.group.recv([comes], self.place(buckets[into].source), 0))
         if out is not None:
-            works.append(self.group.send([goes], buckets[out].dest, 0))
+            works.append(self.group.send([goes], self.place(buckets[out].dest), 0))
         if together:
             works = [self.group._end_coalescing()]
         for work in works:

@@ -5,7 +5,7 @@
 vLLM finds it by the entry point `vllm.general_plugins`, in each of its processes. Update ranks begin and end updates
 over the workers' endpoints. vLLM's own calls around an update therefore move nothing: its `update_weights` only checks
 that a worker serves a version. A trainer that sends through vLLM's interface (`vllm_trainer.py`) has each worker start
-an update rank beside it.
+its agent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 
 from treadle.dist.streams import streams_of
 from treadle.update.adapters.vllm.extension import open_endpoint
-from treadle.update.beside import Seat, start_beside, stop_beside
+from treadle.update.agent import Meeting, start_agent, stop_agent
 from treadle.update.memory.ipc_buffers import MEMORIES
 from treadle.update.worker.endpoint import Endpoint
 
@@ -29,13 +29,13 @@ BACKEND = "treadle"
 
 @dataclass
 class TreadleInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """The arguments of `open_endpoint`, which `Replica` sends to its workers; or `seat`, which a trainer sends."""
+    """The arguments of `open_endpoint`, which `Replica` sends to its workers; or `meeting`, which a trainer sends."""
 
     directory: str = ""
     first: int = 0
     checkpoint: str | None = None
-    seat: dict[str, Any] | None = None
-    """Of the ranks beside workers, the seat of the one beside worker 0."""
+    meeting: dict[str, Any] | None = None
+    """Where the trainer's ranks are."""
 
 
 @dataclass
@@ -52,30 +52,28 @@ class TreadleEngine(WeightTransferEngine[TreadleInit, TreadleUpdate]):  # type: 
     update_info_cls = TreadleUpdate
     supports_draft_weight_update = False
     endpoint: Endpoint | None = None
-    beside: subprocess.Popen[bytes] | None = None
+    agent: subprocess.Popen[bytes] | None = None
 
     def init_transfer_engine(self, init_info: TreadleInit) -> None:
-        """Open the endpoint, once: the replica of this engine listens already. Start a rank beside it for a trainer."""
+        """Open the endpoint, once: the replica of this engine listens already. Start its agent for a trainer."""
         if self.endpoint is None:
             if not init_info.directory:
                 raise ValueError("this worker has no endpoint yet; make Replica(..., transfer=True) before the trainer")
             place = init_info.directory, init_info.first, init_info.checkpoint
             self.endpoint = open_endpoint(self.model, self.vllm_config, *place)
-        if init_info.seat is not None:
-            self._sit(self.endpoint, msgspec.convert(init_info.seat, Seat))
+        if init_info.meeting is not None:
+            self._join(self.endpoint, msgspec.convert(init_info.meeting, Meeting))
 
-    def _sit(self, endpoint: Endpoint, first: Seat) -> None:
-        """Start this worker's rank, in place of an earlier trainer's."""
+    def _join(self, endpoint: Endpoint, meeting: Meeting) -> None:
+        """Start this worker's agent, in place of one that joins an earlier trainer."""
         self._leave()
-        worker = endpoint.worker.worker
-        seat = msgspec.structs.replace(first, rank=first.rank + worker)
         device = self.device if self.device.type in MEMORIES and streams_of(self.device) is not None else None
-        self.beside = start_beside(seat, endpoint.path.parent, worker, device)
+        self.agent = start_agent(meeting, endpoint.path.parent, endpoint.worker.worker, device)
 
     def _leave(self) -> None:
-        if self.beside is not None:
-            stop_beside(self.beside)
-            self.beside = None
+        if self.agent is not None:
+            stop_agent(self.agent)
+            self.agent = None
 
     def start_weight_update(self) -> None:
         """Do nothing: update ranks begin and end updates."""

@@ -8,7 +8,7 @@
     trainer.send_weights()  # on every trainer rank
 
 vLLM's workers have Treadle as their weight transfer engine (`transfer.py`), and a `Replica` before them. `trainer_init`
-starts an update rank beside each worker. All meet in a world of their own: [0, T) are trainers, [T, T + N) are workers.
+starts an agent beside each worker, which joins the trainer's ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
 from treadle.dist.rank_world import RankWorld
 from treadle.update.adapters.vllm.trainer_source import source_of
-from treadle.update.beside import Orders, Seat, UpdateSetup
+from treadle.update.agent import Meeting
+from treadle.update.announced_versions import AnnouncedVersions
 from treadle.update.coordinator.commit_log import peek
 from treadle.update.update_options import UpdateOptions
 from treadle.update.updated import Updated
@@ -68,10 +69,10 @@ class TreadleTrainer(TrainerWeightTransferEngine[TreadleTrainerInit]):  # type: 
         is_sender: bool = True,
         rank: int = 0,
         updater: Updater,
-        orders: Orders,
+        versions: AnnouncedVersions,
     ) -> None:
         self.client, self.source, self.is_sender, self.rank = client, source, is_sender, rank
-        self.updater, self._orders = updater, orders
+        self.updater, self._versions = updater, versions
         self._ledger: Path | None = None
         self._num_trainers, self._least = 1, 1
         self.done: Updated | None = None
@@ -83,28 +84,25 @@ class TreadleTrainer(TrainerWeightTransferEngine[TreadleTrainerInit]):  # type: 
             raise ValueError(
                 "Treadle sends a WeightSource in each round; give source=, for example ModuleSource(model)"
             )
-        size = init_info.num_trainers + init_info.num_workers
+        place, key = (init_info.address, init_info.port), init_info.key
         if init_info.rank == 0:
-            world = RankWorld.host(size, init_info.address, init_info.port)
-            orders = Orders(world)
-            orders.set_up(UpdateSetup(init_info.options, init_info.takeover))
-            seat = Seat(init_info.address, world.port, init_info.num_trainers, size, init_info.key)
-            client.init_weight_transfer_engine({"seat": msgspec.to_builtins(seat)})
+            world = RankWorld.host(init_info.num_trainers, *place)
+            client.init_weight_transfer_engine({"meeting": msgspec.to_builtins(Meeting(place[0], world.port, key))})
         else:
-            world = RankWorld.join(init_info.address, init_info.port, init_info.rank, size)
-            orders = Orders(world)
+            world = RankWorld.join(*place, init_info.rank, init_info.num_trainers)
         updater = Updater(
             Path(init_info.directory),
             ledger=Path(init_info.ledger),
             worker=None,
-            key=Path(init_info.key) if init_info.key is not None else None,
+            key=Path(key) if key is not None else None,
             address=init_info.address if init_info.rank == 0 else None,
             options=init_info.options,
             takeover=init_info.takeover,
             world=world,
+            agents=init_info.num_workers,
         )
-        rank = init_info.rank
-        made = cls(client=client, source=source, is_sender=rank == 0, rank=rank, updater=updater, orders=orders)
+        rank, versions = init_info.rank, AnnouncedVersions(world)
+        made = cls(client=client, source=source, is_sender=rank == 0, rank=rank, updater=updater, versions=versions)
         made._ledger = Path(init_info.ledger) if rank == 0 else None
         made._num_trainers, made._least = init_info.num_trainers, init_info.version
         return made
@@ -120,9 +118,9 @@ class TreadleTrainer(TrainerWeightTransferEngine[TreadleTrainerInit]):  # type: 
         """
         if self._ledger is not None:
             version = max(self._least, (peek(self._ledger).version or 0) + 1)
-            self._orders.announce(version)
+            self._versions.announce(version)
         else:
-            version = self._orders.next()
+            version = self._versions.next()
         self.done = self.updater.update(source_of(self.source, self.rank, self._num_trainers), version)
         if self.is_sender:
             self.client.start_weight_update()
@@ -130,7 +128,7 @@ class TreadleTrainer(TrainerWeightTransferEngine[TreadleTrainerInit]):  # type: 
             self.client.finish_weight_update(str(version))
 
     def shutdown(self) -> None:
-        """Disconnect from the other ranks. Workers go on serving; their ranks end with rank 0."""
+        """Disconnect from the other ranks. Workers go on serving; their agents wait for other ranks."""
         self.updater.close()
 
 

@@ -1,0 +1,195 @@
+"""Agents in processes of their own, and the ranks that call them, each of which can be killed and started again."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from tests.support.patience import PATIENT_S
+from tests.support.rank_pool import server
+from tests.support.update.workers import Asker, Workers, _end_with_parent, ask_once
+from treadle.dist.rank_world import RankWorld
+from treadle.update import Source, UpdateError, UpdateOptions, Updater
+from treadle.update.agent import Agent, Meeting
+from treadle.update.protocol.update_messages import Answer
+
+
+@dataclass(frozen=True)
+class Calling:
+    """How ranks call: `num` of them, at a port, with these weights, after `agents` agents have joined."""
+
+    sockets: Path
+    ledger: Path
+    port: int
+    make: Callable[[int, int], Source]
+    options: UpdateOptions
+    num: int = 1
+    agents: int = 0
+    takeover: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an update came to on rank 0."""
+
+    error: str = ""
+    notes: tuple[str, ...] = ()
+    who: str = ""
+
+
+def _agent_main(sockets: Path, worker: int, port: int) -> None:
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    Agent(sockets, worker, Meeting("127.0.0.1", port)).run()
+
+
+def _caller_main(rank: int, how: Calling, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if rank == 0:
+        world = RankWorld.host(how.num, port=how.port)
+    else:
+        world = RankWorld.join("127.0.0.1", how.port, rank, how.num)
+    with Updater(
+        how.sockets,
+        ledger=how.ledger,
+        worker=None,
+        options=how.options,
+        world=world,
+        agents=how.agents,
+        takeover=how.takeover,
+    ) as updater:
+        pipe.send("up")
+        while True:
+            version = pipe.recv()
+            try:
+                done = updater.update(how.make(rank, version), version)
+                pipe.send(Outcome(notes=done.notes))
+            except UpdateError as error:
+                pipe.send(Outcome(str(error), who=error.who))
+
+
+class AgentFleet:
+    """Agents beside workers, and the ranks that call."""
+
+    def __init__(self, workers: Workers, make: Callable[[int, int], Source], options: UpdateOptions) -> None:
+        self.workers = workers
+        self.how = Calling(workers.sockets, workers.ledger, free_port(), make, options)
+        self.agents: dict[int, ForkServerProcess] = {}
+        self.callers: list[tuple[ForkServerProcess, Connection]] = []
+
+    def start_agent(self, worker: int) -> None:
+        process = server().Process(target=_agent_main, args=(self.workers.sockets, worker, self.how.port), daemon=True)
+        process.start()
+        self.agents[worker] = process
+
+    def kill_agent(self, worker: int) -> None:
+        process = self.agents.pop(worker)
+        process.kill()
+        process.join()
+
+    def call(self, num: int = 1, agents: int = 0, **how: Any) -> None:
+        """Start the ranks that call."""
+        self.how = Calling(**{**vars(self.how), "num": num, "agents": agents, **how})
+        for rank in range(num):
+            mine, theirs = server().Pipe()
+            process = server().Process(target=_caller_main, args=(rank, self.how, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.callers.append((process, mine))
+        for _, pipe in self.callers:
+            assert pipe.poll(PATIENT_S)
+            assert pipe.recv() == "up"
+
+    def kill_callers(self) -> None:
+        for process, pipe in self.callers:
+            process.kill()
+            process.join()
+            pipe.close()
+        self.callers = []
+
+    def begin(self, version: int) -> None:
+        for _, pipe in self.callers:
+            pipe.send(version)
+
+    def outcome(self) -> Outcome:
+        outcomes = list[Outcome]()
+        for _, pipe in self.callers:
+            assert pipe.poll(PATIENT_S)
+            outcomes.append(pipe.recv())
+        return outcomes[0]
+
+    def update(self, version: int) -> Outcome:
+        self.begin(version)
+        return self.outcome()
+
+    def update_soon(self, version: int) -> Outcome:
+        """Try until an update succeeds: an agent may still have to join."""
+        until = time.monotonic() + PATIENT_S
+        while True:
+            outcome = self.update(version)
+            if not outcome.error or time.monotonic() > until:
+                return outcome
+            time.sleep(0.2)
+
+    def update_until_served(self, worker: int, version: int) -> int:
+        """Update until a worker takes part; the version that it serves then."""
+        until = time.monotonic() + PATIENT_S
+        while time.monotonic() < until:
+            outcome = self.update(version)
+            if not outcome.error and isinstance(ask_once(self.workers.sockets, worker), Answer):
+                return version
+            version += 1
+        raise AssertionError(f"worker {worker} takes part in no update")
+
+    def await_state(self, worker: int, state: str) -> None:
+        """Wait until a worker is in a state."""
+        until = time.monotonic() + PATIENT_S
+        while time.monotonic() < until:
+            asker = Asker(self.workers.sockets, worker)
+            now = asker.status().state
+            asker.close()
+            if now == state:
+                return
+            time.sleep(0.02)
+        raise AssertionError(f"worker {worker} is {now}")
+
+    def await_version(self, worker: int, version: int) -> None:
+        """Wait until a worker serves a version."""
+        until, last = time.monotonic() + PATIENT_S, None
+        while time.monotonic() < until:
+            last = ask_once(self.workers.sockets, worker)
+            if isinstance(last, Answer) and last.version == version:
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"worker {worker} does not serve version {version}: {last}")
+
+    def __enter__(self) -> AgentFleet:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.kill_callers()
+        for worker in list(self.agents):
+            self.kill_agent(worker)
+
+
+def free_port() -> int:
+    """A port that the system gives to nobody by itself; a store will listen there, and later another one."""
+    for port in random.sample(range(20_000, 30_000), 100):
+        try:
+            world = RankWorld.host(1, port=port)
+        except Exception:  # stores raise various types
+            continue
+        del world
+        return port
+    raise AssertionError("no port is free")
