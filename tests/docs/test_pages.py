@@ -55,7 +55,9 @@ NOT_RUN = {
     ("docs/weights.md", "examples/rl_loop.py, above, is the whole of it"),
     ("docs/weights.md", "needs an engine in that directory; examples/vllm_serve.py is one"),
     ("docs/weights.md", "needs an engine in that directory; the test of it is in tests/cli/test_update.py"),
+    ("docs/weights.md", "needs an engine and a trainer; the test of it is tests/update/test_agents.py"),
     ("docs/weights.md", "needs two hosts"),
+    ("docs/weights.md", "the other half of it"),
     ("docs/weights.md", "the test of it is tests/update/test_separate_sets.py"),
 }
 """Blocks that no test runs, by page and reason."""

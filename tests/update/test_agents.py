@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
+import subprocess
 from functools import cache
 
 import pytest
 
+from tests.support.command import TREADLE
 from tests.support.patience import PATIENT_S
 from tests.support.update.agents import AgentFleet
 from tests.support.update.models import SMALL, Compare, SourceMaker, model
@@ -151,6 +154,34 @@ def test_agents_outlive_the_ranks_that_call_and_join_the_next_ones() -> None:
             agents.kill_callers()
         assert [agents.agents[worker].pid for worker in range(2)] == pids
         assert all(agents.agents[worker].is_alive() for worker in range(2))
+
+
+def test_agents_meet_the_coordinator_behind_a_key() -> None:
+    with Workers(replicas(1)) as workers:
+        key = workers.directory / "key"
+        key.write_text(secrets.token_hex(32))
+        key.chmod(0o600)
+        with AgentFleet(workers, SourceMaker(replicas(1)), OPTIONS, key) as agents:
+            agents.start_agent(0)
+            agents.call(agents=1)
+            assert not agents.update(1).error
+            assert workers.tell(0, Compare(1)) == []
+
+
+def test_the_command_is_an_agent_until_it_is_interrupted() -> None:
+    with Workers(replicas(1)) as workers, fleet(workers) as agents:
+        at = f"127.0.0.1:{agents.how.port}"
+        command = [TREADLE, "agent", "--to", str(workers.sockets), "--at", at]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            agents.call(agents=1)
+            assert not agents.update(1).error
+            assert workers.tell(0, Compare(1)) == []
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=PATIENT_S)
+        assert process.returncode == 0, said
+        assert "worker 0: joined as update rank 1" in said
+        assert "worker 0: version 1" in said
+        assert "Traceback" not in said
 
 
 def test_too_few_agents_are_counted_and_named() -> None:

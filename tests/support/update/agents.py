@@ -36,6 +36,7 @@ class Calling:
     num: int = 1
     agents: int = 0
     takeover: bool = False
+    key: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,10 @@ class Outcome:
     who: str = ""
 
 
-def _agent_main(sockets: Path, worker: int, port: int) -> None:
+def _agent_main(worker: int, how: Calling) -> None:
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    Agent(sockets, worker, Meeting("127.0.0.1", port)).run()
+    Agent(how.sockets, worker, Meeting("127.0.0.1", how.port, str(how.key) if how.key is not None else None)).run()
 
 
 def _caller_main(rank: int, how: Calling, pipe: Connection) -> None:
@@ -68,6 +69,7 @@ def _caller_main(rank: int, how: Calling, pipe: Connection) -> None:
         world=world,
         agents=how.agents,
         takeover=how.takeover,
+        key=how.key,
     ) as updater:
         pipe.send("up")
         while True:
@@ -82,14 +84,16 @@ def _caller_main(rank: int, how: Calling, pipe: Connection) -> None:
 class AgentFleet:
     """Agents beside workers, and the ranks that call."""
 
-    def __init__(self, workers: Workers, make: Callable[[int, int], Source], options: UpdateOptions) -> None:
+    def __init__(
+        self, workers: Workers, make: Callable[[int, int], Source], options: UpdateOptions, key: Path | None = None
+    ) -> None:
         self.workers = workers
-        self.how = Calling(workers.sockets, workers.ledger, free_port(), make, options)
+        self.how = Calling(workers.sockets, workers.ledger, free_port(), make, options, key=key)
         self.agents: dict[int, ForkServerProcess] = {}
         self.callers: list[tuple[ForkServerProcess, Connection]] = []
 
     def start_agent(self, worker: int) -> None:
-        process = server().Process(target=_agent_main, args=(self.workers.sockets, worker, self.how.port), daemon=True)
+        process = server().Process(target=_agent_main, args=(worker, self.how), daemon=True)
         process.start()
         self.agents[worker] = process
 
