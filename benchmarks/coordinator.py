@@ -21,17 +21,15 @@ from treadle.update.coordinator.commit_log import CommitLog
 from treadle.update.coordinator.coordinator_thread import Coordinator
 from treadle.update.protocol.catalogue import layout_digest
 from treadle.update.protocol.control import (
-    Agreed,
     Asked,
     Enter,
     FromCoordinator,
-    Join,
     Phase,
-    Settled,
+    Report,
     Sides,
     ToCoordinator,
 )
-from treadle.update.protocol.update_messages import PROTOCOL, Status, WeightLayout
+from treadle.update.protocol.update_messages import PROTOCOL, Hello, Status, WeightLayout
 from treadle.weights.layouts import Parallel
 from treadle.weights.tensor_boxes import Tensor
 from treadle.wire.link import Link
@@ -49,9 +47,9 @@ class Ranks:
         self.seconds: dict[str, float] = {}
         for rank, link in enumerate(self.links):
             link.trust()
-            link.send(Join(PROTOCOL, rank, num, 1, "here"))
+            link.send(Hello(PROTOCOL, "join", rank, num, 1, "here"))
         for link in self.links:
-            link.receive(DEADLINE_S)  # Joined
+            link.receive(DEADLINE_S)  # it has joined
 
     def say(self, phase: Phase, messages: list[Any]) -> list[Any]:
         """One phase."""
@@ -69,18 +67,18 @@ def attempt(path: Path, num: int) -> dict[str, float]:
     held = Parallel(tp=TP, replicas=num // TP, dim=lambda name: 0).holding(tensors).pieces
     layouts = [WeightLayout(tensors, pieces) for pieces in held]
     digests = [layout_digest(layout) for layout in layouts[:TP]]
-    status = [Status(rank, 1, "lapsed", None, 0, 0) for rank in range(num)]
+    status = [Status(rank, 1, "lapsed", None, 0, 0, can_export=True) for rank in range(num)]
     ranks = Ranks(path, num)
     try:
         names = [(digests[rank % TP], digests[rank % TP]) for rank in range(num)]
-        enter = [Enter(r, r, Asked("update", 1), *names[r], status[r], True, 0) for r in range(num)]
+        enter = [Enter(r, Asked("update", 1), *names[r], status[r], 0) for r in range(num)]
         epoch = ranks.say("enter", enter)[0].epoch
-        sends = ranks.say("settle", [Settled(epoch, rank, status[rank]) for rank in range(num)])
+        sends = ranks.say("settle", [Report(epoch, "settle", status[rank]) for rank in range(num)])
         both = zip(layouts, sends, strict=True)
         told = [(side if send.has else None, side if send.wants else None) for side, send in both]
-        ranks.say("layout", [Sides(epoch, rank, 1 << 30, *told[rank]) for rank in range(num)])
+        ranks.say("layout", [Report(epoch, "layout", sides=Sides(1 << 30, *told[rank])) for rank in range(num)])
         for phase in AGREED:
-            ranks.say(phase, [Agreed(epoch, rank, phase) for rank in range(num)])
+            ranks.say(phase, [Report(epoch, phase)] * num)
     finally:
         for link in ranks.links:
             link.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from treadle import RankLostError
@@ -20,7 +21,7 @@ FAULT = Fault(7, "worker 1", "load", 3, "bytes differ", corrupt=True)
     "error",
     [
         RankLostError("rank 1 was lost first", rank=1, kind="killed", op="F3.0", waiting_for=None),
-        UpdateError(FAULT, committed=True),
+        UpdateError(msgspec.structs.replace(FAULT, committed=True)),
         ParseError("expected a row", "mine.txt", 1, "1f1b", 0),
     ],
     ids=lambda error: type(error).__name__,

@@ -212,7 +212,7 @@ def comes_late(updater: Updater, rank: int, have: Holding) -> list[str]:
     if rank == 0:
         expire(updater, 1)
         told.append(tried(updater, rank, have, 2))
-    while rank == 1 and updater.context.coordinator.stop is None:
+    while rank == 1 and updater.context.coordinator.told is None:
         time.sleep(0.02)  # until it hears of the end of an attempt that it never entered
     dist.barrier()
     return [*told, tried(updater, rank, have, 2)]

@@ -178,7 +178,7 @@ def breaks_off_twice(rank: int, sockets: Path, ledger: Path) -> list[str]:
     """Rank 1 is interrupted a second time, while it waits for its worker to go back."""
     with Updater(sockets, ledger=ledger, options=OPTIONS) as updater:
         told = [outcome(lambda: updater.update(source(1), 1))]
-        with patch.object(WorkerClient, "await_status", interrupt if rank == 1 else WorkerClient.await_status):
+        with patch.object(WorkerClient, "await_answers", interrupt if rank == 1 else WorkerClient.await_answers):
             told.append(outcome(lambda: updater.update(source(2), 2)))
         dist.barrier()
         return [*told, outcome(lambda: updater.update(source(3), 3))]

@@ -19,25 +19,20 @@ from treadle.update.coordinator.coordinator_thread import Coordinator
 from treadle.update.protocol.attempt import Attempt, AttemptRefusedError
 from treadle.update.protocol.catalogue import Known, layout_digest, list_layouts, pack, read_layouts, unpack
 from treadle.update.protocol.control import (
-    Agreed,
     Asked,
     Catalogue,
     Enter,
     Fault,
     FromCoordinator,
-    Join,
-    Joined,
     Layouts,
     Listed,
     Phase,
     Proceed,
-    Send,
-    Settled,
+    Report,
     Sides,
-    Stop,
     ToCoordinator,
 )
-from treadle.update.protocol.update_messages import PROTOCOL, Status, WeightLayout
+from treadle.update.protocol.update_messages import PROTOCOL, Describe, Hello, Status, WeightLayout
 from treadle.weights.layouts import Parallel
 from treadle.weights.tensor_boxes import Box, Holding, Piece, Tensor
 from treadle.wire.errors import WireError
@@ -160,16 +155,16 @@ def entered(wants: list[WeightLayout]) -> Attempt:
     """An attempt that all ranks entered; every source has all of tensor q."""
     attempt = Attempt(len(wants), epoch=3, phase="layout")
     for rank, layout in enumerate(wants):
-        status = Status(rank, 1, "serving", None, 0, 0)
+        status = Status(rank, 1, "serving", None, 0, 0, can_export=True)
         digests = layout_digest(WHOLE), layout_digest(layout)
-        attempt.entered[rank] = Enter(rank, rank, Asked("update", 1), *digests, status, True, 0)
-        attempt.settled[rank] = Settled(3, rank, status)
+        attempt.entered[rank] = Enter(rank, Asked("update", 1), *digests, status, 0)
+        attempt.settled[rank] = Report(3, "settle", status)
     return attempt
 
 
 def test_of_ranks_that_are_alike_one_is_asked() -> None:
     attempt = entered([LOW, HIGH, LOW, HIGH])
-    sends = attempt.sends()
+    sends = attempt.questions()
     assert [(sends[rank].has, sends[rank].wants) for rank in range(4)] == [
         (True, True),
         (False, True),
@@ -178,8 +173,9 @@ def test_of_ranks_that_are_alike_one_is_asked() -> None:
     ]
     assert {send.group for send in sends.values()} == {3}, "ranks that have no group make that of this attempt"
     wants = [LOW, HIGH, None, None]
-    sides = {rank: Sides(3, rank, 7, WHOLE if rank == 0 else None, wants[rank]) for rank in range(4)}
-    laid_out = attempt.layouts(Record(), attempt.catalogue(sides))
+    for rank in range(4):
+        attempt.said[rank] = Report(3, "layout", sides=Sides(7, WHOLE if rank == 0 else None, wants[rank]))
+    laid_out = attempt.layouts(Record(), attempt.catalogue())
     assert laid_out is not None
     assert laid_out.catalogue is not None
     assert read_layouts(laid_out.catalogue) == Known((WHOLE,) * 4, (LOW, HIGH, LOW, HIGH), (7,) * 4)
@@ -187,10 +183,12 @@ def test_of_ranks_that_are_alike_one_is_asked() -> None:
 
 def test_a_rank_that_was_asked_and_does_not_tell_is_named() -> None:
     attempt = entered([LOW, HIGH])
-    sides = {0: Sides(3, 0, 7, WHOLE, LOW), 1: Sides(3, 1, 7, None, None)}
-    with pytest.raises(AttemptRefusedError, match="nobody sent") as refused:
-        attempt.catalogue(sides)
-    assert refused.value.who == "update rank 1"
+    attempt.said[0] = Report(3, "layout", sides=Sides(7, WHOLE, LOW))
+    for sides, text in ((Sides(7, None, None), "nobody sent"), (None, "does not tell its free memory")):
+        attempt.said[1] = Report(3, "layout", sides=sides)
+        with pytest.raises(AttemptRefusedError, match=text) as refused:
+            attempt.catalogue()
+        assert refused.value.who == "update rank 1"
 
 
 class Ranks:
@@ -201,8 +199,8 @@ class Ranks:
         for rank in range(2):
             link: Link[Any] = Link(connect(path), FromCoordinator)
             link.trust()
-            link.send(Join(PROTOCOL, rank, 2, 1, "here"))
-            assert isinstance(link.receive(10), Joined)
+            link.send(Hello(PROTOCOL, "join", rank, 2, 1, "here"))
+            assert link.receive(10) == Proceed(0, "enter")
             self.links.append(link)
 
     def say(self, *messages: Any) -> list[Any]:
@@ -215,13 +213,13 @@ class Ranks:
         """Up to what the coordinator says after all have settled."""
         status = [Status(rank, 1, "lapsed", None, 0, 0) for rank in range(2)]
         digests = [(layout_digest(WHOLE), layout_digest(wants)) for wants in (LOW, HIGH)]
-        enter = [Enter(r, r, Asked("update", version), *digests[r], status[r], True, 0) for r in range(2)]
+        enter = [Enter(r, Asked("update", version), *digests[r], status[r], 0) for r in range(2)]
         epoch = self.say(*enter)[0].epoch
-        return epoch, self.say(*[Settled(epoch, rank, status[rank]) for rank in range(2)])
+        return epoch, self.say(*[Report(epoch, "settle", status[rank]) for rank in range(2)])
 
     def tell(self, epoch: int, sends: list[Any]) -> list[Any]:
         told = [(WHOLE if send.has else None, wants) for send, wants in zip(sends, (LOW, HIGH), strict=True)]
-        return self.say(*[Sides(epoch, rank, 7, *told[rank]) for rank in range(2)])
+        return self.say(*[Report(epoch, "layout", sides=Sides(7, *told[rank])) for rank in range(2)])
 
 
 def test_layouts_are_known_once_all_have_made_a_plan_of_them(tmp_path: Path) -> None:
@@ -232,13 +230,13 @@ def test_layouts_are_known_once_all_have_made_a_plan_of_them(tmp_path: Path) -> 
         epoch, sends = ranks.enter(1)
         assert all(isinstance(told, Layouts) and told.catalogue for told in ranks.tell(epoch, sends))
         ranks.links[1].send(Fault(epoch, "worker 1", "plan", -1, "no memory"))
-        assert all(isinstance(link.receive(10), Stop) for link in ranks.links)
+        assert all(isinstance(link.receive(10), Fault) for link in ranks.links)
         epoch, sends = ranks.enter(1)
-        assert all(isinstance(send, Send) for send in sends), "rank 0 may not have got as far as reading them"
+        assert all(isinstance(send, Describe) for send in sends), "rank 0 may not have got as far as reading them"
         ranks.tell(epoch, sends)
         phases: list[Phase] = ["plan", "begin", "finish", "open"]
         for phase in phases:
-            assert all(isinstance(m, Proceed) for m in ranks.say(*[Agreed(epoch, r, phase, "x") for r in range(2)]))
+            assert all(isinstance(m, Proceed) for m in ranks.say(*[Report(epoch, phase, value="x")] * 2))
         _, layouts = ranks.enter(2)
         assert all(isinstance(told, Layouts) and told.catalogue is None for told in layouts)
     finally:

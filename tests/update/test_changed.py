@@ -16,7 +16,7 @@ from tests.support.ranks import check, run_ranks
 from tests.support.update.engines import OPTIONS, SMALL, Noting, eventually, served, state, whole
 from tests.support.update.workers import Asker, Troubled, Workers
 from treadle.update import Source, UpdateError, UpdateOptions, Updater
-from treadle.update.protocol.update_messages import Export, Refused
+from treadle.update.protocol.update_messages import Move, Refused
 from treadle.update.rank.shares import Shares
 from treadle.weights.buffer_sizes import Memory
 from treadle.weights.tensor_boxes import Tensor
@@ -121,5 +121,5 @@ def test_a_plan_to_give_from_has_a_name_of_its_own() -> None:
     assert takes.digest == shares.digest != exports.digest == shares.name(exports=True)
     engine = Noting()
     worker, _ = served(engine)
-    told = worker.handle(Export(1, "unknown", 0, 0, checked=True))
+    told = worker.handle(Move(1, "unknown", 0, 0, out=True, checked=True))
     assert told == Refused("order", "worker 0 does not have plan unknown", 1)

@@ -14,7 +14,7 @@ import xxhash
 from treadle.update import Plain, Source
 from treadle.update.memory.box_columns import BoxColumns, PlacedBox, SharedDigest, first_element
 from treadle.update.memory.host import HostBuffer
-from treadle.update.protocol.update_messages import Begin, Begun, Load, Loaded, Map, Refused
+from treadle.update.protocol.update_messages import Begin, Map, Move, Moved, Refused, Status
 from treadle.update.rank.bucket_packing import Packer
 from treadle.update.rank.shares import SMALL_BYTES, Shares
 from treadle.update.worker.worker import Worker
@@ -114,6 +114,7 @@ class Staged:
     engine: Plain
     state: dict[str, torch.Tensor]
     buffer: HostBuffer
+    move: Move
 
 
 def staged() -> Staged:
@@ -128,20 +129,20 @@ def staged() -> Staged:
     plan = shares.of_worker(0, exports=False)
     worker.handle(plan)
     worker.map(Map((buffer.size_bytes,)), [os.dup(buffer.fd)])
-    asked = Begin(1, 1, plan.digest, "host", "drain", 1.0, checked=True, partial=False)
-    assert isinstance(worker.handle(asked), Begun)
+    asked = Begin(1, 1, plan.digest, "host", "drain", 1.0, partial=False)
+    assert isinstance(worker.handle(asked), Status)
     Packer(shares, source, checked=True).fill(buffer, 0)
-    return Staged(worker, engine, state, buffer)
+    return Staged(worker, engine, state, buffer, Move(1, plan.digest, 0, 0, out=False, checked=True))
 
 
 def test_what_is_packed_by_columns_arrives_and_a_flipped_bit_in_any_of_many_is_found() -> None:
     made = staged()
-    assert isinstance(made.worker.handle(Load(1, 0, 0)), Loaded)
+    assert isinstance(made.worker.handle(made.move), Moved)
     assert all(torch.equal(made.engine.held[name], tensor) for name, tensor in made.state.items())
     for at in (0, 64 * 17 + 5, 64 * 299):
         other = staged()
         other.buffer.tensor[at] ^= 4
-        refused = other.worker.handle(Load(1, 0, 0))
+        refused = other.worker.handle(other.move)
         assert isinstance(refused, Refused), at
         assert refused.code == "corrupt"
         assert "more tensors up to t" in refused.text

@@ -11,7 +11,7 @@ import torch
 from treadle.update.memory import cuda
 from treadle.update.memory.cuda import CudaBuffer, CudaMemory
 from treadle.update.memory.ipc_buffers import memory_of
-from treadle.update.protocol.update_messages import Map, Mapped
+from treadle.update.protocol.update_messages import Map, Status
 from treadle.update.rank.inbox import Inbox
 from treadle.update.rank.worker_client import WorkerClient
 
@@ -86,7 +86,7 @@ def test_each_mapping_has_a_handle_of_its_own(calls: Calls, monkeypatch: pytest.
     client = WorkerClient(Path("nowhere"), 0, Inbox(), lambda name, text: None)
     sent: list[Map] = []
     monkeypatch.setattr(client, "send", lambda message, fds=(): sent.append(message))
-    monkeypatch.setattr(client, "expect", lambda kind, deadline_s: Mapped())
+    monkeypatch.setattr(client, "expect", lambda kind, deadline_s: Status(0, 1, "lapsed", None, 0, 0))
     both = [buffer(), buffer()]
     client.map(both, "cuda", 1.0)
     client.map(both, "cuda", 1.0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from treadle.update import Plain, Source
 from treadle.update.memory.host import HostBuffer
-from treadle.update.protocol.update_messages import Begin, Finish, Grant, Load, Loaded, Map, Refused, Status
+from treadle.update.protocol.update_messages import Begin, Finish, Grant, Map, Move, Moved, Refused, Status
 from treadle.update.rank.bucket_packing import Packer
 from treadle.update.rank.committed_share import CommittedShare
 from treadle.update.rank.delta_packing import DeltaPacker, NotedPacker, delta_room
@@ -71,7 +71,7 @@ class Pair:
 
     def load(self, state: State, epoch: int, *, delta: bool) -> int:
         """Load a version; the bytes of its deltas."""
-        asked = Begin(epoch, epoch, self.plan.digest, "host", "drain", 1.0, checked=True, partial=False, delta=delta)
+        asked = Begin(epoch, epoch, self.plan.digest, "host", "drain", 1.0, partial=False, delta=delta)
         assert not isinstance(told := self.worker.handle(asked), Refused), told
         self.share.begin("", epoch, self.shares.digest)
         noted = NotedPacker(self.shares, Packer(self.shares, Source.of(state), checked=True), self.share)
@@ -80,11 +80,14 @@ class Pair:
             for number in numbers:
                 size_bytes = deltas.size_bytes(number) if delta else 0
                 (deltas if delta else noted).fill(self.buffer, number)
-                told = self.worker.handle(Load(epoch, number, 0, size_bytes))
-                assert isinstance(told, Loaded), told
+                told = self.worker.handle(self.move(epoch, number, size_bytes))
+                assert isinstance(told, Moved), told
                 moved += size_bytes
         assert self.holds(state)
         return moved
+
+    def move(self, epoch: int, bucket: int, delta_bytes: int) -> Move:
+        return Move(epoch, self.plan.digest, bucket, 0, out=False, checked=True, delta_bytes=delta_bytes)
 
     def commit(self, epoch: int) -> None:
         self.worker.handle(Finish(epoch))
@@ -130,15 +133,15 @@ def test_any_change_arrives_goes_back_and_arrives(kinds: list[tuple[str, int]], 
 def test_a_delta_is_taken_only_over_the_version_that_is_served() -> None:
     state = state_of([("bfloat16", 5000)], 1)
     pair = Pair(state)
-    asked = Begin(1, 1, pair.plan.digest, "host", "drain", 1.0, checked=True, partial=False, delta=True)
+    asked = Begin(1, 1, pair.plan.digest, "host", "drain", 1.0, partial=False, delta=True)
     told = pair.worker.handle(asked)
     assert isinstance(told, Refused)
     assert "serves no version that a part could be added to" in told.text
     pair.load(state, 1, delta=False)
     pair.commit(1)
     pair.load(changed(state, 0.01, 2), 2, delta=True)
-    told = pair.worker.handle(Load(2, 0, 0, 0))
-    assert isinstance(told, Loaded), "a bucket that was loaded is not loaded a second time"
+    told = pair.worker.handle(pair.move(2, 0, 0))
+    assert isinstance(told, Moved), "a bucket that was loaded is not loaded a second time"
     assert pair.holds(changed(state, 0.01, 2))
 
 
@@ -148,9 +151,9 @@ def test_sizes_that_cannot_be_are_refused(delta_bytes: int) -> None:
     pair = Pair(state)
     pair.load(state, 1, delta=False)
     pair.commit(1)
-    asked = Begin(2, 2, pair.plan.digest, "host", "drain", 1.0, checked=True, partial=False, delta=True)
+    asked = Begin(2, 2, pair.plan.digest, "host", "drain", 1.0, partial=False, delta=True)
     pair.worker.handle(asked)
-    assert isinstance(pair.worker.handle(Load(2, 0, 0, delta_bytes)), Refused)
+    assert isinstance(pair.worker.handle(pair.move(2, 0, delta_bytes)), Refused)
     pair.worker.handle(Grant(2, 1, (1,)))
     assert pair.holds(state)
     assert pair.worker.state == "serving"

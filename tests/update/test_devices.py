@@ -21,7 +21,7 @@ from tests.support.update.workers import Asker, Spawned
 from treadle.update import Endpoint, Plain, Source, UpdateError, UpdateOptions, Updater
 from treadle.update.adapters.plain import digest_of
 from treadle.update.adapters.transformers import Transformers, named_weights
-from treadle.update.protocol.update_messages import Answer, Load
+from treadle.update.protocol.update_messages import Answer, Move
 from treadle.weights.layouts import Parallel
 from treadle.weights.tensor_boxes import Holding
 
@@ -157,7 +157,7 @@ def _flip(updater: Updater, rank: int, source: Source) -> None:
     client, send = updater.context.worker, updater.context.worker.send
 
     def sending(message: Any, fds: Any = ()) -> None:
-        if isinstance(message, Load) and rank == 1:
+        if isinstance(message, Move) and rank == 1:
             buffer: Any = updater.context.buffers.all[message.buffer]
             buffer.tensor.memory[: updater.context.options.memory.target_bytes] ^= 1  # type: ignore[union-attr]
             client.send = send  # type: ignore[method-assign]

@@ -26,15 +26,13 @@ from treadle.host.sockets import close_server, connect, listen
 from treadle.update import Endpoint, Plain
 from treadle.update.protocol.update_messages import (
     PROTOCOL,
+    Describe,
     Finish,
     FromWorker,
-    GetStatus,
     Grant,
     Hello,
-    Prepared,
     Refused,
     Status,
-    Welcome,
 )
 from treadle.update.rank.inbox import Inbox
 from treadle.update.rank.worker_client import WorkerClient, WorkerRefusedError
@@ -70,7 +68,7 @@ def test_those_who_ask_leave_a_place_for_update_ranks(place: Path) -> None:
         for rank in range(3):  # one after the other; each takes over
             beside = WorkerClient(place, 0, post, lambda name, text: None)
             beside.connect(rank, 3.0)
-            assert isinstance(beside.ask(GetStatus(), Status, 3.0), Status)
+            assert isinstance(beside.ask(Describe(), Status, 3.0), Status)
             beside.drop()
         askers.pop().close()
         assert eventually(lambda: endpoint.num_askers < MOST_ASKERS)
@@ -80,7 +78,7 @@ def test_those_who_ask_leave_a_place_for_update_ranks(place: Path) -> None:
         told = b"".join(iter(lambda: strangers[0].recv(1000), b""))  # one more than these closes the oldest
         assert f"{MOST_STRANGERS} others came that have not said yet who they are".encode() in told
         beside.connect(3, PATIENT_S)  # nobody has to wait until strangers say who they are
-        assert isinstance(beside.ask(GetStatus(), Status, PATIENT_S), Status)
+        assert isinstance(beside.ask(Describe(), Status, PATIENT_S), Status)
         beside.drop()
         for asker in askers:
             assert asker.status().state == "lapsed"
@@ -125,7 +123,7 @@ def test_a_question_is_no_larger_than_an_engine_can_spare(place: Path) -> None:
         for role in ("ask", "update"):
             link: Link[FromWorker] = Link(connect(worker_path(place, 0)), FromWorker)
             link.send(Hello(PROTOCOL, role))
-            assert isinstance(link.receive(PATIENT_S), Welcome)
+            assert isinstance(link.receive(PATIENT_S), Status)
             link.connection.send(struct.pack("!I", MOST_ASK_BYTES + (1 << 20)))
             if role == "update":
                 with pytest.raises(TimeoutError):
@@ -149,7 +147,7 @@ def test_an_update_rank_comes_again_where_a_worker_ended_before_its_welcome(plac
         close_server(dying, path)
         with Endpoint(Plain({"w": torch.zeros(4)}), place, 0):
             coming.result()
-            assert beside.ask(GetStatus(), Status, 3.0).state == "lapsed"
+            assert beside.ask(Describe(), Status, 3.0).state == "lapsed"
             beside.drop()
 
 
@@ -173,7 +171,7 @@ def test_a_rank_whose_worker_was_taken_over_hears_by_whom(place: Path) -> None:
         with pytest.raises(PeerGoneError, match=who):
             first.expect(Status, 5.0)
         assert told.get(timeout=SOON_S) == who
-        assert second.ask(GetStatus(), Status, 5.0).state == "lapsed"
+        assert second.ask(Describe(), Status, 5.0).state == "lapsed"
         second.drop()
 
 
@@ -247,12 +245,12 @@ def test_an_answer_of_another_attempt_is_not_taken(place: Path, monkeypatch: pyt
             rank.ask(Grant(7, None, ()), Status, PATIENT_S)
         monkeypatch.undo()
         with pytest.raises(WorkerRefusedError, match="attempt 4 is over") as refused:
-            rank.ask(Finish(4), Prepared, PATIENT_S)
+            rank.ask(Finish(4), Status, PATIENT_S)
         assert refused.value.refused.epoch == 4
         link = rank._link
         rank.connect(0, PATIENT_S)
         assert rank._link is link
-        rank.send(GetStatus())
+        rank.send(Describe())
         assert rank.is_answering
         rank.connect(0, PATIENT_S)
         assert rank._link is not link

@@ -33,8 +33,8 @@ from treadle.host.sockets import connect
 from treadle.update import UpdateError, UpdateOptions, Updater
 from treadle.update.coordinator.commit_log import CommitLog
 from treadle.update.coordinator.coordinator_thread import Coordinator
-from treadle.update.protocol.control import FromCoordinator, Join, Joined, ToCoordinator
-from treadle.update.protocol.update_messages import PROTOCOL
+from treadle.update.protocol.control import FromCoordinator, Proceed, ToCoordinator
+from treadle.update.protocol.update_messages import PROTOCOL, Hello
 from treadle.update.rank.rendezvous import Rendezvous
 from treadle.weights.tensor_boxes import Holding
 from treadle.wire.errors import RefusedError, WireError
@@ -347,12 +347,12 @@ def test_a_rank_for_which_there_is_no_place_is_told_so(place: Path) -> None:
     try:
         for rank, world in ((1, 2), (1, 2), (-1, 2), (0, 3)):
             calls: Link[Any] = Link(connect(place / "c.sock"), FromCoordinator)
-            calls.send(Join(PROTOCOL, rank, world, os.getpid(), "here"))
+            calls.send(Hello(PROTOCOL, "join", rank, world, os.getpid(), "here"))
             callers.append(calls)
             if len(callers) == 1:
-                assert isinstance(calls.receive(PATIENT_S), Joined)
+                assert calls.receive(PATIENT_S) == Proceed(0, "enter")
             else:
-                why = f"no place for update rank {rank} of 2" if world == 2 else "and world 2, got Join"
+                why = f"no place for update rank {rank} of 2" if world == 2 else "and world 2, got Hello"
                 with pytest.raises(RefusedError, match=why):
                     calls.receive(PATIENT_S)
     finally:

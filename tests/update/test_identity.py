@@ -374,7 +374,7 @@ def lone() -> tuple[Worker, Plain]:
     made = Worker(plain, 0)
     made.handle(TakePlan("p", (), ()))
     made.handle(Grant(1, None, (), log="A"))
-    made.handle(Begin(1, 1, "p", "none", "drain", 1.0, checked=True, partial=False, log="A"))
+    made.handle(Begin(1, 1, "p", "none", "drain", 1.0, partial=False, log="A"))
     made.handle(Finish(1))
     assert isinstance(made.handle(Grant(1, 1, (1,), log="A")), Status)
     return made, plain
@@ -392,7 +392,7 @@ def test_a_worker_refuses_another_log_and_names_both() -> None:
 def test_a_worker_that_has_voted_belongs_to_the_log_it_voted_for() -> None:
     made, _ = lone()
     made.handle(Grant(2, None, (), log="B", takeover=True))
-    made.handle(Begin(2, 5, "p", "none", "drain", 1.0, checked=True, partial=False, log="B"))
+    made.handle(Begin(2, 5, "p", "none", "drain", 1.0, partial=False, log="B"))
     made.handle(Finish(2))
     told = made.handle(Grant(3, 1, (1,), log="A"))
     assert isinstance(told, Refused)
@@ -413,7 +413,7 @@ def test_a_closed_worker_keeps_what_it_has_for_its_own_log_only() -> None:
 def test_a_closed_worker_does_not_open_when_an_attempt_fails() -> None:
     made, plain = lone()
     made.handle(Grant(2, None, (), log="B", takeover=True))
-    made.handle(Begin(2, 5, "p", "host", "drain", 1.0, checked=True, partial=False, log="B"))
+    made.handle(Begin(2, 5, "p", "host", "drain", 1.0, partial=False, log="B"))
     made.handle(Grant(2, None, (), log="B", takeover=True))
     assert (made.state, plain.gate.version) == ("lapsed", None)
     made.handle(Grant(3, 1, (1,), log="A"))

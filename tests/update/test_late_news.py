@@ -15,8 +15,8 @@ import treadle.update.rank.coordinator_client as client_module
 from tests.support.patience import PATIENT_S
 from tests.support.update.engines import OPTIONS
 from treadle.update import Endpoint, Plain, UpdateError
-from treadle.update.protocol.control import Fault, FromCoordinator, Go, Joined, Stop, ToCoordinator
-from treadle.update.protocol.update_messages import GetStatus, Status
+from treadle.update.protocol.control import Fault, FromCoordinator, Go, Proceed, ToCoordinator
+from treadle.update.protocol.update_messages import Describe, Grant, Status
 from treadle.update.rank.coordinator_client import CoordinatorClient
 from treadle.update.rank.inbox import Inbox
 from treadle.update.rank.worker_client import WorkerClient
@@ -35,14 +35,14 @@ class Coordinating:
         there: Link[ToCoordinator] | None = self._listener.accept()
         assert there is not None
         self.link = there
-        self.link.send(Joined())
+        self.link.send(Proceed(0, "enter"))
         return link, "the coordinator"
 
     def start_failure(self) -> None:
         """All ranks have started."""
 
     def stop(self, epoch: int) -> None:
-        self.link.send(Stop(epoch, Fault(epoch, "worker 0", "load", 0, "trouble"), committed=False))
+        self.link.send(Fault(epoch, "worker 0", "load", 0, "trouble"))
 
     def close(self) -> None:
         self.link.close()
@@ -53,8 +53,8 @@ def test_a_stop_that_comes_late_does_not_end_the_next_attempt(place: Path, monke
     there, inbox = Coordinating(place / "c.sock"), Inbox()
     client = CoordinatorClient(there, 0, 1, inbox, OPTIONS)  # type: ignore[arg-type]
     client.begin()
-    there.link.send(Go(7, (0,), None, ()))
-    assert client.hear((Go,), "enter") == Go(7, (0,), None, ())
+    there.link.send(Go((0,), Grant(7, None, ())))
+    assert client.hear((Go,), "enter") == Go((0,), Grant(7, None, ()))
     taking = threading.Event()
 
     def late(*args: Any, **more: Any) -> UpdateError:
@@ -67,9 +67,9 @@ def test_a_stop_that_comes_late_does_not_end_the_next_attempt(place: Path, monke
     assert taking.wait(PATIENT_S)
     client.begin()
     there.stop(7)  # told twice, as the coordinator never does
-    there.link.send(Go(8, (0,), None, ()))
-    assert client.hear((Go,), "enter") == Go(8, (0,), None, ())
-    assert (inbox.bad, client.stop) == (None, None)
+    there.link.send(Go((0,), Grant(8, None, ())))
+    assert client.hear((Go,), "enter") == Go((0,), Grant(8, None, ()))
+    assert (inbox.bad, client.told) == (None, None)
     there.stop(8)
     assert inbox.wait_bad(PATIENT_S) is not None
     client.close()
@@ -91,6 +91,6 @@ def test_a_connection_whose_end_is_told_late_is_not_taken_for_the_next(place: Pa
     with Endpoint(Plain({"w": torch.zeros(4)}), place, 0):
         rank.connect(0, PATIENT_S)
         assert told == [(f"worker 0 (process {os.getpid()})", True)]
-        assert rank.ask(GetStatus(), Status, PATIENT_S).state == "lapsed"
+        assert rank.ask(Describe(), Status, PATIENT_S).state == "lapsed"
         rank.drop()
     assert len(told) == 1

@@ -61,7 +61,7 @@ def staged() -> tuple[Worker, Plain]:
     worker = Worker(plain, 0)
     worker.handle(TakePlan("p", (), ()))
     worker.handle(Grant(1, None, (), log="A", term=1))
-    worker.handle(Begin(1, 1, "p", "none", "drain", 1.0, checked=True, partial=False, log="A"))
+    worker.handle(Begin(1, 1, "p", "none", "drain", 1.0, partial=False, log="A"))
     worker.handle(Finish(1))
     return worker, plain
 

@@ -16,8 +16,8 @@ from tests.support.update import world
 from tests.support.update.model_checker import explore
 from tests.support.update.world import LEASE_NS, RULES, Sizes
 from treadle.update.protocol import attempt, coordinator_decisions, leases, rank, worker_decisions
-from treadle.update.protocol.control import Report
 from treadle.update.protocol.record import Record, committed
+from treadle.update.protocol.update_messages import Status
 from treadle.update.protocol.worker_decisions import WorkerState
 
 LEASED = Sizes(leases=True, least=1, updates=1, crashes=0, recoveries=0)
@@ -206,13 +206,13 @@ def grants_what_it_has_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     reported = coordinator_decisions.reported
 
     def eager(
-        state: coordinator_decisions.CoordinatorState, rank: int, report: Report, record: Record, now_ns: int
+        state: coordinator_decisions.CoordinatorState, rank: int, status: Status, record: Record, now_ns: int
     ) -> coordinator_decisions.Step:
         under_way = state.attempt
-        if under_way.phase != "finish" or report.status.state != "staged":
-            return reported(state, rank, report, record, now_ns)
+        if under_way.phase != "finish" or status.state != "staged":
+            return reported(state, rank, status, record, now_ns)
         new = committed(record, under_way.asked.version, under_way.epoch, record.members)
-        state, actions = reported(coordinator_decisions.over(state), rank, report, new, now_ns)
+        state, actions = reported(coordinator_decisions.over(state), rank, status, new, now_ns)
         return replace(state, attempt=under_way), actions
 
     monkeypatch.setattr(coordinator_decisions, "reported", eager)

@@ -48,7 +48,7 @@ def test_a_disk_that_is_full_is_a_refusal(tmp_path: Path, monkeypatch: pytest.Mo
 
     engine = Noting()
     worker, plan = served(engine, tmp_path)
-    on_disk = Begin(2, 2, plan.digest, "disk", "drain", 1.0, checked=False, partial=False)
+    on_disk = Begin(2, 2, plan.digest, "disk", "drain", 1.0, partial=False)
     refused = worker.handle(on_disk)
     assert isinstance(refused, Refused)
     assert refused.code == "memory"

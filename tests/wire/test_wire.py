@@ -34,17 +34,16 @@ from treadle.update.protocol.update_messages import (
     Answer,
     Ask,
     Begin,
+    Describe,
     FromWorker,
-    GetStatus,
     Hello,
-    Load,
     Map,
+    Move,
     Refused,
     Share,
     Status,
     TakePlan,
     ToWorker,
-    Welcome,
 )
 from treadle.weights.tensor_boxes import Box, Piece, Tensor
 from treadle.weights.update_plan import Item, Take
@@ -69,7 +68,7 @@ def call(endpoint: Endpoint, role: str = "update") -> Link[FromWorker]:
     link: Link[FromWorker] = Link(connect(endpoint.path), FromWorker)
     link.trust()
     link.send(Hello(PROTOCOL, role))  # type: ignore[arg-type]
-    assert isinstance(link.receive(5), Welcome)
+    assert isinstance(link.receive(5), Status)
     return link
 
 
@@ -179,7 +178,7 @@ def test_half_a_message_ends_the_connection(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError):
         here.send(Ask(b"x" * (8 << 20)), timeout_s=0.1)
     with pytest.raises(PeerGoneError):
-        here.send(GetStatus())
+        here.send(Describe())
     with pytest.raises(PeerGoneError):
         there.receive(5)
     for end in (here, there, server):
@@ -227,7 +226,7 @@ def test_a_connection_that_is_closed_while_another_thread_sends(
     sender.join(PATIENT_S)
     assert [type(error) for error in errors] == [PeerGoneError]
     with pytest.raises(PeerGoneError, match="is closed"):
-        here.send(GetStatus())
+        here.send(Describe())
     for end in (here, there, server):
         end.close()
 
@@ -322,7 +321,9 @@ def malformed(chance: random.Random) -> bytes:
     if kind == 4:
         return framed(msgspec.msgpack.encode({"type": chance.choice(["eval", "hallo", "", 3]), "protocol": PROTOCOL}))
     if kind == 5:
-        return framed(msgspec.msgpack.encode(chance.choice([GetStatus(), Ask(b"x"), Load(1, 0, 0)])))
+        return framed(
+            msgspec.msgpack.encode(chance.choice([Describe(), Ask(b"x"), Move(1, "p", 0, 0, out=False, checked=False)]))
+        )
     if kind == 6:
         return framed(b"\x91" * chance.randrange(1, 2000))
     return framed(
@@ -373,8 +374,8 @@ def test_malformed_messages_are_refused_without_crash_or_growth() -> None:
 
 def test_a_question_cannot_update(endpoint: Endpoint) -> None:
     link = call(endpoint, "ask")
-    link.send(Load(1, 0, 0))
-    with pytest.raises(RefusedError, match="Load comes from update ranks only"):
+    link.send(Move(1, "p", 0, 0, out=False, checked=False))
+    with pytest.raises(RefusedError, match="Move comes from update ranks only"):
         link.receive(5)
     with pytest.raises(PeerGoneError):
         link.receive(5)
@@ -387,7 +388,7 @@ def test_only_the_last_update_rank_has_the_say(endpoint: Endpoint) -> None:
         first.receive(5)
     with pytest.raises(PeerGoneError):
         first.receive(5)
-    second.send(GetStatus())
+    second.send(Describe())
     assert isinstance(second.receive(5), Status)
     first.close()
     second.close()
@@ -432,7 +433,7 @@ def test_a_bucket_outside_of_its_buffer_is_refused(endpoint: Endpoint) -> None:
     assert buffer.fd is not None
     steps = [
         plan_of(Item(Piece("w", Box((0,), (4,))), 24), Take(0, Box((0,), (4,)))),
-        Begin(1, 1, "p", "none", "drain", 1.0, checked=False, partial=False),
+        Begin(1, 1, "p", "none", "drain", 1.0, partial=False),
     ]
     for step in steps:
         link.send(step)
@@ -440,7 +441,7 @@ def test_a_bucket_outside_of_its_buffer_is_refused(endpoint: Endpoint) -> None:
     link.send(Map((32,)), fds=[buffer.fd])
     assert not isinstance(link.receive(5), Refused)
     for number in (0, 1, -1):
-        link.send(Load(1, 0, number))
+        link.send(Move(1, "p", 0, number, out=False, checked=False))
         assert isinstance(link.receive(5), Refused)
     buffer.close()
     link.close()
@@ -454,7 +455,7 @@ def test_buffers_that_are_none_are_refused(endpoint: Endpoint, tmp_path: Path) -
             link.send(message, fds=fds)
             assert isinstance(link.receive(5), Refused)
     files = len(list(Path("/proc/self/fd").iterdir()))
-    link.send(GetStatus(), fds=[buffer.fd] * MOST_FDS)  # nobody asked for them
+    link.send(Describe(), fds=[buffer.fd] * MOST_FDS)  # nobody asked for them
     assert isinstance(link.receive(5), Status)
     assert len(list(Path("/proc/self/fd").iterdir())) <= files
     buffer.close()
@@ -463,5 +464,5 @@ def test_buffers_that_are_none_are_refused(endpoint: Endpoint, tmp_path: Path) -
 
 def test_messages_survive_the_wire() -> None:
     share = Share(3, (Item(Piece("w", Box((0,), (4,))), 64),), (Take(0, Box((1,), (2,))),), (5,), 128)
-    for message in (TakePlan("d", (W,), (share,)), Begin(1, 2, "p", "disk", "abort", 0.5, True, False), Ask(b"\0x")):
+    for message in (TakePlan("d", (W,), (share,)), Begin(1, 2, "p", "disk", "abort", 0.5, partial=True), Ask(b"\0x")):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ToWorker) == message

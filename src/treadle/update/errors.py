@@ -13,17 +13,17 @@ class UpdateError(PortableError, RuntimeError):
     worker loaded differed from their source's. Another `update` may succeed, unless a rank was lost.
     """
 
-    def __init__(self, fault: Fault, *, committed: bool = False) -> None:
+    def __init__(self, fault: Fault) -> None:
         self.who, self.phase, self.bucket, self.text = fault.who, fault.phase, fault.bucket, fault.text
-        self.epoch, self.committed, self.corrupt = fault.epoch, committed, fault.corrupt
+        self.epoch, self.committed, self.corrupt = fault.epoch, fault.committed, fault.corrupt
         where = f"in phase {fault.phase}" + (f", bucket {fault.bucket}" if fault.bucket >= 0 else "")
-        after = "; its version is committed, and served by every worker that can" if committed else ""
+        after = "; its version is committed, and served by every worker that can" if fault.committed else ""
         super().__init__(f"{fault.who}, {where} of attempt {fault.epoch}: {fault.text}{after}")
 
     @property
     def fault(self) -> Fault:
         """The error as a message to other ranks."""
-        return Fault(self.epoch, self.who, self.phase, self.bucket, self.text, self.corrupt)
+        return Fault(self.epoch, self.who, self.phase, self.bucket, self.text, self.corrupt, committed=self.committed)
 
 
 def failure(epoch: int, who: str, phase: Phase, text: str, bucket: int = -1) -> UpdateError:

@@ -29,7 +29,7 @@ from treadle.ir.trace import Trace
 from treadle.update.coordinator.commit_log import CommitLog
 from treadle.update.coordinator.coordinator_thread import Coordinator
 from treadle.update.errors import UpdateError, failure
-from treadle.update.protocol.control import Asked, Report
+from treadle.update.protocol.control import Asked
 from treadle.update.protocol.record import MOST
 from treadle.update.rank.attempt_run import AttemptRun
 from treadle.update.rank.broadcast import Broadcasts, Buckets
@@ -201,7 +201,7 @@ class Updater:
         """Report how the worker stands, between attempts: the coordinator brings it up to date where that is needed."""
         worker, client = self.context.worker, self.context.coordinator
         worker.connect(self.rank, self.options.meet_s)
-        client.report_status(Report(self.rank, worker.settled_in(self.options.meet_s)))
+        client.report_status(worker.settled_in(self.options.meet_s))
 
     def _run(self, request: UpdateRequest) -> Updated:
         if not self._running.acquire(blocking=False):

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from treadle.update import Updater
-from treadle.update.protocol.control import Agreed, Enter, Settled
-from treadle.update.protocol.update_messages import Load
+from treadle.update.protocol.control import Enter, Report
+from treadle.update.protocol.update_messages import Move
 
 METHODS = ("close", "begin", "load", "finish", "invalidate", "open")
 PHASES = ("enter", "settle", "plan", "begin", "finish", "open")
@@ -58,9 +58,8 @@ def _arm_crash(updater: Updater, crash: Crash, marks: Path) -> None:
         member, send = updater.context.coordinator, updater.context.coordinator.send
 
         def sending(message: Any, phase: Any) -> None:
-            named = type(message).__name__.lower().replace("settled", "settle").replace("agreed", "")
-            named = named or message.phase
-            here = isinstance(message, Agreed | Enter | Settled) and named == crash.phase
+            named = "enter" if isinstance(message, Enter) else message.phase
+            here = isinstance(message, Enter | Report) and named == crash.phase
             if here and crash.when == "before":
                 die()
             send(message, phase)
@@ -97,7 +96,7 @@ def _arm_flip(updater: Updater, flip: Flip) -> None:
     beside, send = updater.context.worker, updater.context.worker.send
 
     def sending(message: Any, fds: Any = ()) -> None:
-        if isinstance(message, Load) and message.bucket >= flip.bucket:
+        if isinstance(message, Move) and message.bucket >= flip.bucket:
             share = updater.attempt.loop.shares.of_worker(updater.rank, exports=False).shares  # type: ignore[union-attr]
             mine = next(part for part in share if part.bucket == message.bucket)
             take = mine.takes[-1]

@@ -14,7 +14,7 @@ import torch
 from tests.support.patience import PATIENT_S, SOON_S
 from treadle.update import Plain, UpdateOptions
 from treadle.update.memory.host import HostBuffer
-from treadle.update.protocol.update_messages import Begin, Finish, Grant, Load, Map, TakePlan
+from treadle.update.protocol.update_messages import Begin, Finish, Grant, Map, Move, TakePlan
 from treadle.update.rank.shares import Shares
 from treadle.update.worker.arrived_boxes import Leaving
 from treadle.update.worker.worker import Worker
@@ -68,7 +68,7 @@ def plan_of(adapter: Plain, ranks: int = 1) -> TakePlan:
 
 
 def begin(epoch: int, version: int, plan: TakePlan) -> Begin:
-    return Begin(epoch, version, plan.digest, "host", "drain", 1.0, checked=False, partial=False)
+    return Begin(epoch, version, plan.digest, "host", "drain", 1.0, partial=False)
 
 
 def served(engine: Noting, spill: Path | None = None) -> tuple[Worker, TakePlan]:
@@ -84,7 +84,8 @@ def bring_first(worker: Worker, plan: TakePlan, to: str = "serving") -> None:
     buffer = HostBuffer.make(1 << 16)
     assert buffer.fd is not None
     worker.map(Map((buffer.size_bytes,)), [os.dup(buffer.fd)])
-    for message in (begin(1, 1, plan), Load(1, 0, 0), Finish(1), Grant(1, 1, (1,))):
+    move = Move(1, plan.digest, 0, 0, out=False, checked=False)
+    for message in (begin(1, 1, plan), move, Finish(1), Grant(1, 1, (1,))):
         if worker.state != to:
             worker.handle(message)
 

@@ -82,7 +82,7 @@ from tests.support.update.world import (
     with_run,
 )
 from treadle.update.protocol import coordinator_decisions, rank, worker_decisions
-from treadle.update.protocol.control import Call, Kind, Stop
+from treadle.update.protocol.control import Call, Fault, Kind
 from treadle.update.protocol.leases import MARGIN, is_past
 from treadle.update.protocol.worker_decisions import WorkerState
 
@@ -197,7 +197,7 @@ def _hears(world: World, link: Link, sizes: Sizes, crash: str = "") -> World:
         return kill(world, link, keep=True) if message == "end" else world
     if message == "end":
         return leave(world, link, None)
-    if isinstance(message, Stop):
+    if isinstance(message, Fault):
         return leave(world, link, message) if message.epoch in (0, me.state.epoch) else world
     if me.state.epoch and message.epoch != me.state.epoch:
         return world  # of an earlier attempt

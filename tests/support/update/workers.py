@@ -30,13 +30,12 @@ from treadle.update.protocol.update_messages import (
     PROTOCOL,
     Answer,
     Ask,
+    Describe,
     FromWorker,
-    GetStatus,
     Hello,
     Refused,
     Status,
     WeightLayout,
-    Welcome,
 )
 from treadle.update.worker.arrived_boxes import Arrival
 from treadle.update.worker.endpoint import worker_path
@@ -270,7 +269,7 @@ class Asker:
     def __init__(self, directory: Path, worker: int) -> None:
         self.link: Link[FromWorker] = Link(connect(worker_path(directory, worker)), FromWorker)
         self.link.send(Hello(PROTOCOL, "ask"))
-        assert isinstance(self.link.receive(10), Welcome)
+        assert isinstance(self.link.receive(10), Status)
         self.link.trust()
 
     def ask(self) -> Answer | Refused:
@@ -280,7 +279,7 @@ class Asker:
         return answer
 
     def status(self) -> Status:
-        self.link.send(GetStatus())
+        self.link.send(Describe())
         status = self.link.receive(30)
         assert isinstance(status, Status)
         return status

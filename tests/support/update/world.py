@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from treadle.update.protocol import coordinator_decisions, rank, worker_decisions
 from treadle.update.protocol.attempt import Attempt
-from treadle.update.protocol.control import Asked, Call, Enter, Fault, Kind, Report, Sides, Stop
+from treadle.update.protocol.control import Asked, Call, Enter, Fault, Kind, Sides
 from treadle.update.protocol.coordinator_decisions import CoordinatorState, Decide, Open, Tell
 from treadle.update.protocol.leases import MARGIN, Lease, extends, is_past, leased, leases_of
 from treadle.update.protocol.rank import AskWorker, AttemptDone, RankState, TellCoordinator
 from treadle.update.protocol.record import Member, Record, committed, led
-from treadle.update.protocol.update_messages import Begin, Finish, Grant, Load, Status, WeightLayout
+from treadle.update.protocol.update_messages import Begin, Finish, Grant, Move, Status, WeightLayout
 from treadle.update.protocol.worker_decisions import Content, WorkerState
 from treadle.update.update_options import UpdateOptions
 
@@ -170,7 +170,7 @@ def _core_key(core: CoordinatorState | None) -> Any:
     if core is None:
         return None
     a = core.attempt
-    said = tuple(tuple(sorted(d.items())) for d in (a.entered, a.settled, a.agreed))
+    said = tuple(tuple(sorted(d.items())) for d in (a.entered, a.settled, a.said))
     out = tuple(sorted(core.leases.out.items(), key=str)) if core.leases.lease_ns is not None else ()
     calls = (a.call, tuple(sorted(a.called)), tuple(sorted(core.agents)), a.own, core.again_ns) if a.call else ()
     return a.epoch, a.phase, a.committed, said, tuple(sorted(core.lost)), out, core.last if out else 0, calls
@@ -370,9 +370,9 @@ def carry_out(world: World, number: int, step: coordinator_decisions.Step, crash
 
 def _bare(message: Any) -> Any:
     """Drop error texts, which would make several states of one."""
-    if not isinstance(message, Stop):
+    if not isinstance(message, Fault):
         return message
-    return Stop(message.epoch, Fault(message.epoch, "", "enter", -1, ""), message.committed)
+    return Fault(message.epoch, "", "enter", -1, "", committed=message.committed)
 
 
 # ---- update ranks ----------------------------------------------------------------------------------------------------
@@ -392,7 +392,7 @@ def enter(world: World, link: Link, sizes: Sizes, *, cut: bool = False) -> World
         state = RankState(r, OPTIONS, version=asked.version, speaks=False)
         world = with_run(world, number, down=with_item(run.down, r, ()))
         world = with_rank(world, link, Rank(state, "coordinator"))
-        return _hear(world, link, Enter(r, None, asked, *LAYOUT, None, False, 1))
+        return _hear(world, link, Enter(None, asked, *LAYOUT, None, 1))
     worker = r - sizes.sources
     there = next((p for p in world.processes if p.slot == worker and p.at_path), None)
     found = there.incarnation if there is not None else ""
@@ -405,19 +405,19 @@ def enter(world: World, link: Link, sizes: Sizes, *, cut: bool = False) -> World
         world = with_rank(
             send(world, link, "end"), link, Rank(changed(state, speaks=False), "coordinator", "", "", *calls)
         )
-        away = Enter(r, worker, asked, *LAYOUT, None, False, 1, away="cut", call=call)
+        away = Enter(worker, asked, *LAYOUT, None, 1, away="cut", call=call)
         return _hear(world, link, away)
     if there is None:
         world = with_rank(world, link, Rank(state, "coordinator", "", "", *calls))
         fault = Fault(0, "worker", "enter", -1, "")
-        return _hear(world, link, Enter(r, worker, asked, *LAYOUT, None, True, 1, fault, call=call))
+        return _hear(world, link, Enter(worker, asked, *LAYOUT, None, 1, fault, call=call))
     if there.master != link:
         world = taken(world, there)
         there = find(world, there.incarnation)
         assert there is not None
     there = replace(there, master=link, queue=())  # of an earlier connection nothing is read any more
     world = with_rank(with_process(world, there), link, Rank(state, "coordinator", there.incarnation, found, *calls))
-    entered = Enter(r, worker, asked, *LAYOUT, status_of(there, sizes, world), True, 1, call=call)
+    entered = Enter(worker, asked, *LAYOUT, status_of(there, sizes, world), 1, call=call)
     return _hear(world, link, entered)
 
 
@@ -451,6 +451,7 @@ def status_of(p: Process, sizes: Sizes, world: World, *, stamped: bool = False) 
         staged=s.epoch if s.state == "staged" else 0,
         stamp_ns=own_time(world.now) if stamped else 0,
         term=p.lease.term if p.lease.log == s.bound else 0,
+        can_export=True,
     )
 
 
@@ -477,11 +478,11 @@ def fail(world: World, link: Link, *, heard: bool = True) -> World:
         return leave(world, link, None)
     world = _hear(world, link, Fault(me.state.epoch, f"rank {r}", me.state.phase, -1, ""))
     down = world.runs[number].down[r]
-    told = next((m for m in down if isinstance(m, Stop) and m.epoch == me.state.epoch), None)
+    told = next((m for m in down if isinstance(m, Fault) and m.epoch == me.state.epoch), None)
     return leave(world, link, told)
 
 
-def leave(world: World, link: Link, told: Stop | None) -> World:
+def leave(world: World, link: Link, told: Fault | None) -> World:
     """A rank leaves an attempt that ended early: it says farewell to its worker."""
     number, r = link
     me = world.runs[number].ranks[r]
@@ -531,8 +532,8 @@ def do(world: World, link: Link, step: rank.Step, sizes: Sizes, crash: str = "")
             return _asked(world, link, action.message)
         if action.what == "load" and state.loads:
             world = with_rank(world, link, replace(me, state=state, waits="worker"))
-            return _asked(world, link, Load(state.epoch, 0, 0))
-        made = {"plan": "p", "describe": Sides(state.epoch, state.rank, 0, WeightLayout((), ()), WeightLayout((), ()))}
+            return _asked(world, link, Move(state.epoch, state.plan, 0, 0, out=False, checked=True))
+        made = {"plan": "p", "describe": Sides(0, WeightLayout((), ()), WeightLayout((), ()))}
         state, action = rank.worked(state, made.get(action.what))
 
 
@@ -617,8 +618,7 @@ def hear_report(world: World, number: int) -> World:
     run = world.runs[link[0]]
     if run.core is None or run.ranks[link[1]] is None or is_led_by_another(world, link[0]):
         return world
-    message = Report(link[1], status)
-    core, actions = coordinator_decisions.hear(run.core, link[1], message, record_of(world, link[0]), world.now)
+    core, actions = coordinator_decisions.hear(run.core, link[1], status, record_of(world, link[0]), world.now)
     world = with_run(world, link[0], core=core)
     tells = [action for action in actions if isinstance(action, Tell)]
     told = tuple((status.incarnation, tell.message) for tell in tells if isinstance(tell.message, Grant))
@@ -651,7 +651,7 @@ def _decide(process: Process, message: Any) -> worker_decisions.Moves:
         return worker_decisions.grant(state, message, can_restore=can_restore)
     if isinstance(message, Begin):
         return worker_decisions.begin(state, message)
-    if isinstance(message, Load):
+    if isinstance(message, Move):
         return worker_decisions.load(state, message.epoch)
     if isinstance(message, Finish):
         return worker_decisions.finish(state, message)
@@ -682,5 +682,5 @@ def _answer(world: World, link: Link, asked: Any, done: Process | None, sizes: S
         return world
     if done is None:
         return fail(world, link)
-    step = rank.worked(me.state) if isinstance(asked, Load) else rank.answered(me.state, status_of(done, sizes, world))
+    step = rank.worked(me.state) if isinstance(asked, Move) else rank.answered(me.state, status_of(done, sizes, world))
     return do(world, link, step, sizes, crash)

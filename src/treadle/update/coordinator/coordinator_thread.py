@@ -19,8 +19,9 @@ from treadle.update.coordinator.late_ranks import WaitReports, late_ranks
 from treadle.update.coordinator.rank_links import RankLink, RankLinks
 from treadle.update.protocol import coordinator_decisions as protocol
 from treadle.update.protocol.attempt import Attempt
-from treadle.update.protocol.control import Fault, Report, ToCoordinator
+from treadle.update.protocol.control import Fault, ToCoordinator
 from treadle.update.protocol.leases import leases_of
+from treadle.update.protocol.update_messages import Status
 from treadle.update.update_options import UpdateOptions
 from treadle.wire.codec import encode
 from treadle.wire.errors import MalformedError, WireError
@@ -101,7 +102,7 @@ class Coordinator:
             self._carry_out(protocol.lost(self._state, rank, name, str(error), self.ledger.record, boot_ns()))
 
     def _take(self, rank: int, message: ToCoordinator) -> None:
-        if isinstance(message, Report) and self.ledger.is_lost:
+        if isinstance(message, Status) and self.ledger.is_lost:
             return  # whoever leads the log now knows of no lease that is granted from here on
         if not isinstance(message, Fault) or message.epoch != self._state.attempt.epoch or not message.epoch:
             self._carry_out(protocol.hear(self._state, rank, message, self.ledger.record, boot_ns()))

@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import TypeAlias
 
 from treadle.host.waker import Waker
-from treadle.update.protocol.control import Join, Joined, ToCoordinator
-from treadle.update.protocol.update_messages import PROTOCOL
+from treadle.update.protocol.control import Proceed, ToCoordinator
+from treadle.update.protocol.update_messages import PROTOCOL, Hello
 from treadle.wire.errors import WireError, WrongKeyError
 from treadle.wire.link import Link
 from treadle.wire.listeners import Listener
@@ -77,23 +77,24 @@ class RankLinks:
         if link is not None:
             self._selector.register(link.connection, selectors.EVENT_READ, link)
 
-    def join(self, link: RankLink, join: ToCoordinator) -> int:
+    def join(self, link: RankLink, hello: ToCoordinator) -> int:
         """Take a stranger's first message; the rank that it is.
 
         Raises WireError where there is no place for it, and OSError where it is gone; then it has not joined.
         """
-        if not isinstance(join, Join) or (join.protocol, join.world) != (PROTOCOL, self.world):
-            raise WireError(f"a connection begins with Join of protocol {PROTOCOL} and world {self.world}, got {join}")
-        if join.rank < 0 or join.rank in self._ranks:
-            raise WireError(f"there is no place for update rank {join.rank} of {self.world}")
+        if not isinstance(hello, Hello) or (hello.protocol, hello.role, hello.world) != (PROTOCOL, "join", self.world):
+            began = f"a connection begins with Hello, to join, of protocol {PROTOCOL} and world {self.world}"
+            raise WireError(f"{began}, got {hello}")
+        if hello.rank < 0 or hello.rank in self._ranks:
+            raise WireError(f"there is no place for update rank {hello.rank} of {self.world}")
         link.trust()
-        link.send(Joined(), timeout_s=0)
+        link.send(Proceed(0, "enter"), timeout_s=0)
         self.listener.discard(link)
-        self._ranks[join.rank] = link
-        link.peer = f"process {join.pid}" + (f" on {join.host}" if not link.pid else "")
+        self._ranks[hello.rank] = link
+        link.peer = f"process {hello.pid}" + (f" on {hello.host}" if not link.pid else "")
         if all(rank in self._ranks for rank in range(self.world)):
             self.turned_away = ""
-        return join.rank
+        return hello.rank
 
     def drop(self, link: RankLink, error: Exception) -> int | None:
         """Close a connection; the rank that is lost by it, None for a stranger, which gets the reason.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from treadle.host.errors import TreadleError
 from treadle.update.protocol.catalogue import layout_digest, list_layouts
-from treadle.update.protocol.control import Agreed, Asked, Enter, Fault, Layouts, Phase, Send, Settled, Sides
+from treadle.update.protocol.control import Asked, Enter, Fault, Layouts, Phase, Report
 from treadle.update.protocol.leases import Leases
 from treadle.update.protocol.record import (
     MOST,
@@ -28,7 +28,7 @@ from treadle.update.protocol.record import (
     replica_of,
     taken_over,
 )
-from treadle.update.protocol.update_messages import Status, WeightLayout
+from treadle.update.protocol.update_messages import Describe, Status, WeightLayout
 
 NO_LAYOUT = WeightLayout((), ())
 """The layout of a rank that takes no part."""
@@ -44,7 +44,7 @@ class AttemptRefusedError(TreadleError, ValueError):
 
 @dataclass(frozen=True)
 class Attempt:
-    """The reports so far, by rank.
+    """The entries and reports so far, by rank: `settled` are those of that phase, `said` those of the present one.
 
     `own`: what the coordinator itself has begun, for agents alone. `call` is the number of the last call, `called` are
     the agents it went to, `left_out` those that did not enter in time, with the reason. `grouped` is the last attempt
@@ -56,8 +56,8 @@ class Attempt:
     phase: Phase = "enter"
     committed: bool = False
     entered: dict[int, Enter] = field(default_factory=dict)
-    settled: dict[int, Settled] = field(default_factory=dict)
-    agreed: dict[int, Agreed] = field(default_factory=dict)
+    settled: dict[int, Report] = field(default_factory=dict)
+    said: dict[int, Report] = field(default_factory=dict)
     own: Asked | None = None
     call: int = 0
     called: frozenset[int] = frozenset()
@@ -96,22 +96,22 @@ class Attempt:
             return tuple(sorted(self.entered))
         return (*(range(self.callers) if self.own is None else ()), *sorted(self.called))
 
-    def spoken(self, sides: dict[int, Sides]) -> Collection[int]:
+    @property
+    def spoken(self) -> Collection[int]:
         """Ranks that have reported in this phase."""
-        by_phase: dict[str, Collection[int]] = {"enter": self.entered, "settle": self.settled, "layout": sides}
-        return by_phase.get(self.phase, self.agreed)
+        return self.entered if self.phase == "enter" else self.said
 
     def refuse_entries(self, record: Record, leases: Leases, where: str = "") -> None:
         """Raise AttemptRefusedError where ranks ask for different or impossible things, or find other workers."""
         first, asked = self.first, self.asked
-        for entry in self.entered.values():
+        for rank, entry in self.entered.items():
             if entry.fault is not None:
                 raise AttemptRefusedError(entry.fault.who, entry.fault.text)
             if not entry.away and (entry.worker is None) != (entry.status is None):
-                raise AttemptRefusedError(f"update rank {entry.rank}", "it does not report how its worker stands")
+                raise AttemptRefusedError(f"update rank {rank}", "it does not report how its worker stands")
         for rank, entry in self.entered.items():
             if entry.asked != asked:
-                raise AttemptRefusedError(f"update rank {rank}", _difference(entry, first))
+                raise AttemptRefusedError(f"update rank {rank}", _difference(entry, first, next(iter(self.entered))))
         self._refuse_speakers()
         self._refuse_logs(record, where)
         self._refuse_set(record, leases)
@@ -270,7 +270,7 @@ class Attempt:
         """The digests of each rank's layouts: (has, wants)."""
         return {rank: (entry.has, entry.wants) for rank, entry in self.entered.items()}
 
-    def sends(self) -> dict[int, Send]:
+    def questions(self) -> dict[int, Describe]:
         """Return the question to each rank: of ranks with the same digest one is asked for the layout."""
         has: dict[str, int] = {}
         wants: dict[str, int] = {}
@@ -278,16 +278,20 @@ class Attempt:
             has.setdefault(entry.has, rank)
             wants.setdefault(entry.wants, rank)
         return {
-            rank: Send(self.epoch, has[entry.has] == rank, wants[entry.wants] == rank, self._group())
+            rank: Describe(self.epoch, has[entry.has] == rank, wants[entry.wants] == rank, self._group())
             for rank, entry in self.entered.items()
         }
 
-    def catalogue(self, sides: dict[int, Sides]) -> bytes:
+    def catalogue(self) -> bytes:
         """Return the packed catalogue of all layouts, each once. Ranks that take no part have none, and any memory."""
         nobody = layout_digest(NO_LAYOUT)
         told = {nobody: NO_LAYOUT} if len(self.cast) <= max(self.cast) else {}
-        for rank, side in sides.items():
-            entry = self.entered[rank]
+        free_bytes = dict.fromkeys(range(max(self.cast) + 1), MOST)
+        for rank, report in self.said.items():
+            entry, side = self.entered[rank], report.sides
+            if side is None:
+                raise AttemptRefusedError(f"update rank {rank}", "it does not tell its free memory and layouts")
+            free_bytes[rank] = side.free_bytes
             if side.has is not None:
                 told[entry.has] = side.has
             if side.wants is not None:
@@ -295,17 +299,14 @@ class Attempt:
         for rank, entry in sorted(self.entered.items()):
             if entry.has not in told or entry.wants not in told:
                 raise AttemptRefusedError(f"update rank {rank}", "nobody sent the layout that it entered with")
-        rows = [
-            (self.entered[rank].has, self.entered[rank].wants, sides[rank].free_bytes)
-            if rank in self.entered
-            else (nobody, nobody, MOST)
-            for rank in range(max(self.cast) + 1)
-        ]
-        return list_layouts(told, *zip(*rows, strict=True))
+        digests = self.digests
+        has, wants = zip(*(digests.get(rank, (nobody, nobody)) for rank in free_bytes), strict=True)
+        return list_layouts(told, has, wants, list(free_bytes.values()))
 
     def layouts(self, record: Record, catalogue: bytes | None) -> Layouts | None:
         """What moves to which workers; None where nothing has to."""
-        everyone = tuple(self.statuses)
+        statuses = self.statuses
+        everyone = tuple(statuses)
         holds = tuple(r for r in everyone if self._serves(r))
         asked, version = self.asked, record.version
         if asked.kind == "recover":
@@ -313,7 +314,7 @@ class Attempt:
             loads = tuple(r for r in everyone if r not in holds)
             if not loads:
                 return None
-            givers = tuple(r for r in holds if self.entered[r].can_export) if asked.version == 0 else ()
+            givers = tuple(r for r in holds if statuses[r].can_export) if asked.version == 0 else ()
             if asked.version == 0 and not givers:
                 lost = f"every copy of version {version} is lost; all"
                 mute = (
@@ -382,16 +383,16 @@ class Attempt:
         if len(holds) < len(self.statuses):
             away = self._listed(r for r in self.statuses if r not in holds)
             return None, f"all tensors move: workers {away} do not hold version {record.version}"
-        mute = [rank for rank in self.statuses if not self.entered[rank].can_export]
+        mute = [rank for rank, status in self.statuses.items() if not status.can_export]
         if mute:
             return None, f"all tensors move: the engines of workers {self._listed(mute)} take all or none"
         return asked.changed, ""
 
     def disagreement(self) -> str | None:
         """What differs between ranks that must not; None where all agree."""
-        values = {agreed.value for agreed in self.agreed.values()}
+        values = {report.value for report in self.said.values()}
         if len(values) > 1:
-            told = ", ".join(f"rank {rank}: {agreed.value}" for rank, agreed in sorted(self.agreed.items()))
+            told = ", ".join(f"rank {rank}: {report.value}" for rank, report in sorted(self.said.items()))
             return f"ranks made different plans ({told}); do all run the same code on the same layouts"
         return None
 
@@ -399,8 +400,8 @@ class Attempt:
         """Raise AttemptRefusedError where ranks that have the same pieces digested different elements."""
         told: dict[int, dict[str, list[int]]] = {}
         about: dict[int, str] = {}
-        for rank, agreed in sorted(self.agreed.items()):
-            for sample in agreed.samples:
+        for rank, report in sorted(self.said.items()):
+            for sample in report.samples:
                 told.setdefault(sample.number, {}).setdefault(sample.digest, []).append(rank)
                 about[sample.number] = sample.about
         for number, by_digest in sorted(told.items()):
@@ -427,8 +428,8 @@ def _listed(workers: Iterable[int]) -> str:
     return ", ".join(map(str, workers))
 
 
-def _difference(entry: Enter, first: Enter) -> str:
-    """Say in what two ranks' entries differ that must be the same on all ranks."""
+def _difference(entry: Enter, first: Enter, other: int) -> str:
+    """Say in what an entry differs from that of rank `other`, and must not."""
     mine, theirs = first.asked, entry.asked
     if mine.takeover != theirs.takeover:
         return "takeover must be the same on all ranks"
@@ -438,10 +439,10 @@ def _difference(entry: Enter, first: Enter) -> str:
         )
         values = getattr(theirs.options, name), getattr(mine.options, name)
         return (
-            f"its options have {name}={values[0]!r}, those of update rank {first.rank} {name}={values[1]!r}; give all "
+            f"its options have {name}={values[0]!r}, those of update rank {other} {name}={values[1]!r}; give all "
             "ranks the same options"
         )
     return (
-        f"it enters with {theirs.kind} of version {theirs.version}, update rank {first.rank} with {mine.kind} of "
+        f"it enters with {theirs.kind} of version {theirs.version}, update rank {other} with {mine.kind} of "
         f"version {mine.version}; all ranks must ask for the same"
     )

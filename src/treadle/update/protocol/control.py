@@ -1,7 +1,7 @@
 """The messages between update ranks and their coordinator.
 
-update rank -> coordinator  Join, Enter, Settled, Sides, Agreed, Fault, Report
-coordinator -> update rank  Joined, Call, Go, Send, Layouts, Proceed, Stop, Grant
+update rank -> coordinator  Hello, Enter, Report, Fault; Status of its worker, at any time
+coordinator -> update rank  Proceed, Call, Go, Describe, Layouts, Fault; Grant for its worker, at any time
 
 Ranks below the world's size call for updates. Those from there on are agents: each speaks for a worker, joins and
 leaves at any time, and enters the attempts that it is called to.
@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from treadle.update.protocol.update_messages import Grant, Message, Status, WeightLayout
+from treadle.update.protocol.update_messages import Describe, Grant, Hello, Message, Status, WeightLayout
 from treadle.update.update_options import UpdateOptions
 from treadle.weights.tensor_boxes import Box, Tensor
 
@@ -34,21 +34,12 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: UpdateOptions = UpdateOptions()
 
 
-class Join(Message, frozen=True):
-    """Opens an update rank's connection. `world`: how many ranks call for updates; those above are agents."""
-
-    protocol: int
-    rank: int
-    world: int
-    pid: int
-    host: str
-
-
 class Fault(Message, frozen=True):
-    """What went wrong, where. `who` names a process for people; `bucket` is -1 outside of loading.
+    """What went wrong, where; the attempt fails. `who` names a process for people; `bucket` is -1 outside of loading.
 
     `epoch` is 0 where the sender has not heard Go. `corrupt`: bytes differed from their source's. `waited`: a wait for
-    other ranks failed, and the sender cannot tell whose fault that is.
+    other ranks failed, and the sender cannot tell whose fault that is. `committed`, from the coordinator: the attempt's
+    version had been decided before, so workers will serve it.
     """
 
     epoch: int
@@ -58,51 +49,32 @@ class Fault(Message, frozen=True):
     text: str
     corrupt: bool = False
     waited: bool = False
+    committed: bool = False
 
 
 class Enter(Message, frozen=True):
     """An update rank begins an attempt. `has` and `wants` are digests of its source's and its worker's layout.
 
     `worker` is the worker that it speaks for, None where it has none; that one's `status` is None where the rank has a
-    `fault`. `can_export`: its worker's engine can copy its weights out. `group` is the attempt that made the process
-    group the rank has, 0 if it has none. A rank that cannot take part enters with a `fault`, so that all ranks hear of
-    it together. `away`: why its worker takes no part, where the rank goes on without it. `call`: of an agent, the
-    number of the call that it answers.
+    `fault`. `group` is the attempt that made the process group the rank has, 0 if it has none. A rank that cannot take
+    part enters with a `fault`, so that all ranks hear of it together. `away`: why its worker takes no part, where the
+    rank goes on without it. `call`: of an agent, the number of the call that it answers.
     """
 
-    rank: int
     worker: int | None
     asked: Asked
     has: str
     wants: str
     status: Status | None
-    can_export: bool
     group: int
     fault: Fault | None = None
     away: str = ""
     call: int = 0
 
 
-class Report(Message, frozen=True):
-    """How a rank's worker stands, at any time. Answered by Grant where it holds, or has staged, what is committed."""
-
-    rank: int
-    status: Status
-
-
-class Settled(Message, frozen=True):
-    """A rank's worker, if it has one, has learnt what is committed."""
-
-    epoch: int
-    rank: int
-    status: Status | None
-
-
-class Sides(Message, frozen=True):
+class Sides(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A rank's free device memory, and the layouts it was asked for."""
 
-    epoch: int
-    rank: int
     free_bytes: int
     has: WeightLayout | None
     wants: WeightLayout | None
@@ -116,27 +88,26 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     about: str
 
 
-class Agreed(Message, frozen=True):
-    """A phase is done on this rank; for `finish` this is its vote. `value` must be the same on all ranks.
+class Report(Message, frozen=True):
+    """A phase is done on this rank; for `finish` this is its vote.
 
-    So must be the digests of `samples` on the ranks that have these pieces.
+    For `settle` it has the `status` of the rank's worker, if that has one, which has learnt what is committed; for
+    `layout` the rank's `sides`. `value` must be the same on all ranks, and so must be the digests of `samples` on the
+    ranks that have these pieces.
     """
 
     epoch: int
-    rank: int
     phase: Phase
+    status: Status | None = None
+    sides: Sides | None = None
     value: str = ""
     samples: tuple[Sample, ...] = ()
 
 
-ToCoordinator: TypeAlias = Join | Enter | Settled | Sides | Agreed | Fault | Report
+ToCoordinator: TypeAlias = Hello | Enter | Report | Fault | Status
 
 
 # ---- from the coordinator --------------------------------------------------------------------------------------------
-
-
-class Joined(Message, frozen=True):
-    """Answers Join: the connection stays. Without it the rank calls again."""
 
 
 class Call(Message, frozen=True):
@@ -147,16 +118,15 @@ class Call(Message, frozen=True):
 
 
 class Go(Message, frozen=True):
-    """Numbers the attempt, and says which ranks take part in it, what is committed, and by which log."""
+    """Numbers the attempt: says which ranks take part in it, and has the `grant` with which they settle workers."""
 
-    epoch: int
     cast: tuple[int, ...]
-    committed: int | None
-    epochs: tuple[int, ...]
-    log: str = ""
-    took: tuple[str, ...] = ()
-    takeover: bool = False
-    term: int = 0
+    grant: Grant
+
+    @property
+    def epoch(self) -> int:
+        """The attempt's number."""
+        return self.grant.epoch
 
 
 class Listed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -199,32 +169,14 @@ class Layouts(Message, frozen=True):
     why: str = ""
 
 
-class Send(Message, frozen=True):
-    """Asks for Sides, since layouts changed. Of ranks with the same digest one is asked for the layout.
-
-    `group` is the attempt that made the process group to use, as in Layouts: ranks whose device memory is measured make
-    the group first, because it takes some of that memory.
-    """
-
-    epoch: int
-    has: bool
-    wants: bool
-    group: int
-
-
 class Proceed(Message, frozen=True):
-    """All ranks are done with the phase. For `finish` this is the decision to commit, which is on disk by now."""
+    """All ranks are done with the phase. For `finish` this is the decision to commit, which is on disk by now.
+
+    With `epoch` 0 it answers Hello: the rank has joined, and may enter.
+    """
 
     epoch: int
     phase: Phase
 
 
-class Stop(Message, frozen=True):
-    """The attempt failed. `committed`: its version had been decided before, so workers will serve it."""
-
-    epoch: int
-    fault: Fault
-    committed: bool
-
-
-FromCoordinator: TypeAlias = Joined | Call | Go | Send | Layouts | Proceed | Stop | Grant
+FromCoordinator: TypeAlias = Proceed | Call | Go | Describe | Layouts | Fault | Grant

@@ -19,25 +19,19 @@ import msgspec
 
 from treadle.update.protocol.attempt import Attempt, AttemptRefusedError
 from treadle.update.protocol.control import (
-    Agreed,
     Asked,
     Call,
     Enter,
     Fault,
     Go,
-    Join,
     Layouts,
     Phase,
     Proceed,
-    Report,
-    Settled,
-    Sides,
-    Stop,
     ToCoordinator,
 )
 from treadle.update.protocol.leases import Leases, is_past
 from treadle.update.protocol.record import Member, Record, has_committed, is_foreign, is_outdated
-from treadle.update.protocol.update_messages import Grant, Status
+from treadle.update.protocol.update_messages import Grant, Hello, Status
 from treadle.update.update_options import UpdateOptions
 from treadle.wire.errors import WireError
 
@@ -88,7 +82,6 @@ class CoordinatorState:
     attempt: Attempt
     where: str = ""
     lost: Mapping[int, str] = field(default_factory=dict)
-    sides: dict[int, Sides] = field(default_factory=dict)
     known: dict[int, tuple[str, str]] = field(default_factory=dict)
     leases: Leases = field(default_factory=Leases)
     last: int = 0
@@ -104,18 +97,17 @@ class CoordinatorState:
         waits = attempt.phase in ("plan", "finish") and self.is_complete
         if not waits or self.leases.lease_ns is None or attempt.asked.kind != "update":
             return 0
-        return self.leases.ends_ns({s.incarnation for rank, s in attempt.statuses.items() if rank in attempt.agreed})
+        return self.leases.ends_ns({s.incarnation for rank, s in attempt.statuses.items() if rank in attempt.said})
 
     @property
     def missing(self) -> list[int]:
         """Ranks that have not reported in this phase."""
-        spoken = self.attempt.spoken(self.sides)
-        return [rank for rank in self.attempt.cast if rank not in spoken]
+        return [rank for rank in self.attempt.cast if rank not in self.attempt.spoken]
 
     @property
     def num_spoken(self) -> int:
         """How many ranks have reported in this phase."""
-        return len(self.attempt.spoken(self.sides))
+        return len(self.attempt.spoken)
 
     @property
     def num_awaited(self) -> int:
@@ -140,20 +132,16 @@ def hear(state: CoordinatorState, rank: int, message: ToCoordinator, record: Rec
             return state, [Tell(refusal, (rank,))]
         state, before = _entered(state, rank, message)
         attempt = state.attempt
-    elif isinstance(message, Report):
+    elif isinstance(message, Status):
         return reported(state, rank, message, record, now_ns)
     elif isinstance(message, Fault) and not message.epoch:
         return _leave(state, rank, message)
-    elif isinstance(message, Join) or message.epoch != attempt.epoch or not attempt.epoch:
+    elif isinstance(message, Hello) or message.epoch != attempt.epoch or not attempt.epoch:
         return state, []  # the message belongs to an attempt that is over
     elif isinstance(message, Fault):
         return stop(state, message)
-    elif isinstance(message, Settled) and attempt.phase == "settle":
-        attempt = replace(attempt, settled={**attempt.settled, rank: message})
-    elif isinstance(message, Sides) and attempt.phase == "layout":
-        state = replace(state, sides={**state.sides, rank: message})
-    elif isinstance(message, Agreed) and message.phase == attempt.phase:
-        attempt = replace(attempt, agreed={**attempt.agreed, rank: message})
+    elif message.phase == attempt.phase:
+        attempt = replace(attempt, said={**attempt.said, rank: message})
     state, actions = _go_on(replace(state, attempt=attempt), record, now_ns)
     return state, [*before, *actions]
 
@@ -162,18 +150,17 @@ def _go_on(state: CoordinatorState, record: Record, now_ns: int) -> Step:
     return _try_to_advance(state, record, now_ns) if state.is_complete else (state, [])
 
 
-def _turn_away(state: CoordinatorState, rank: int, entry: Enter) -> Stop | None:
+def _turn_away(state: CoordinatorState, rank: int, entry: Enter) -> Fault | None:
     """Return why a rank cannot enter, if it cannot."""
     attempt = state.attempt
     if rank >= state.world:
         if attempt.phase == "enter" and rank in attempt.called and entry.call == attempt.call:
             return None
-        return Stop(0, Fault(0, "the caller", "enter", -1, "the attempt of this call is over"), committed=False)
+        return Fault(0, "the caller", "enter", -1, "the attempt of this call is over")
     if not state.lost:
         return None
     gone = ", ".join(state.lost.values())
-    fault = Fault(0, gone, "enter", -1, "lost in an earlier attempt; start the update ranks again")
-    return Stop(0, fault, committed=False)
+    return Fault(0, gone, "enter", -1, "lost in an earlier attempt; start the update ranks again")
 
 
 def _entered(state: CoordinatorState, rank: int, entry: Enter) -> Step:
@@ -204,13 +191,13 @@ def ticked(state: CoordinatorState, record: Record, now_ns: int) -> Step:
     return _try_to_advance(state, record, now_ns) if state.waits_ns else (state, [])
 
 
-def reported(state: CoordinatorState, rank: int, report: Report, record: Record, now_ns: int) -> Step:
+def reported(state: CoordinatorState, rank: int, status: Status, record: Record, now_ns: int) -> Step:
     """Grant a lease to a worker that holds, or has staged, what is committed, if it is a member.
 
     During an attempt only workers that take part keep theirs, and only until they close. For an agent's worker that
     serves something else, or nothing, begin a recovery.
     """
-    status, leases, attempt = report.status, state.leases, state.attempt
+    leases, attempt = state.leases, state.attempt
     is_member = any(member.incarnation == status.incarnation for member in record.members)
     if leases.lease_ns is None or not is_member or not has_committed(record, status) or status.term > record.term:
         return _fill(state, rank, status, record, now_ns)
@@ -218,17 +205,13 @@ def reported(state: CoordinatorState, rank: int, report: Report, record: Record,
     takes_part = entry is not None and entry.incarnation == status.incarnation and status.state in ("serving", "lapsed")
     if is_foreign(record, status.log) or not (attempt.phase == "enter" or takes_part):
         return state, []
-    grant = Grant(
-        state.last,
-        record.version,
-        record.epochs,
-        log=record.id,
-        took=record.took,
-        term=record.term,
-        stamp_ns=status.stamp_ns,
-        lease_ns=leases.lease_ns,
-    )
+    grant = _grant(state.last, record, stamp_ns=status.stamp_ns, lease_ns=leases.lease_ns)
     return replace(state, leases=leases.granted(status.incarnation, now_ns)), [Tell(grant, (rank,))]
+
+
+def _grant(epoch: int, record: Record, **how: Any) -> Grant:
+    """Say what is committed."""
+    return Grant(epoch, record.version, record.epochs, log=record.id, took=record.took, term=record.term, **how)
 
 
 def _fill(state: CoordinatorState, rank: int, status: Status, record: Record, now_ns: int) -> Step:
@@ -248,13 +231,13 @@ def _fill(state: CoordinatorState, rank: int, status: Status, record: Record, no
 def malformed(state: CoordinatorState, rank: int, who: str, text: str, record: Record) -> Step:
     """End the attempt of a rank that sent something unreadable.
 
-    Where ranks enter, it counts as that rank's entry: a Stop would not reach the ranks that have not begun yet.
+    Where ranks enter, it counts as that rank's entry: a Fault would not reach the ranks that have not begun yet.
     """
     fault = state.attempt.fault(who, text)
     if state.attempt.phase != "enter":
         return stop(state, fault)
     asked, call = Asked("update", 0), state.attempt.call
-    return hear(state, rank, Enter(rank, None, asked, "", "", None, False, 0, fault, call=call), record)
+    return hear(state, rank, Enter(None, asked, "", "", None, 0, fault, call=call), record)
 
 
 def _leave(state: CoordinatorState, rank: int, fault: Fault) -> Step:
@@ -271,10 +254,14 @@ def _leave(state: CoordinatorState, rank: int, fault: Fault) -> Step:
 def opened(state: CoordinatorState, epoch: int, record: Record) -> Step:
     """Return the log has numbered the attempt."""
     attempt = state.attempt
-    cast = attempt.cast
+    cast, asked = attempt.cast, attempt.asked
     state = replace(state, attempt=replace(attempt, epoch=epoch, phase="settle"))
-    told = record.version, record.epochs, record.id, record.took
-    return state, [Tell(Go(epoch, cast, *told, attempt.asked.takeover, record.term), cast)]
+    options = asked.options
+    # Leases with an end are granted to workers that are reported, and not here.
+    lease_ns = 0 if state.leases.lease_ns is not None else None
+    how = {"close": options.close, "drain_s": options.drain_s, "takeover": asked.takeover, "lease_ns": lease_ns}
+    grant = _grant(epoch, record, **how)
+    return state, [Tell(Go(cast, grant), cast)]
 
 
 def decided(state: CoordinatorState) -> Step:
@@ -288,8 +275,8 @@ def decided(state: CoordinatorState) -> Step:
 def stop(state: CoordinatorState, fault: Fault) -> Step:
     """End the attempt on all ranks."""
     attempt = state.attempt
-    told = Stop(attempt.epoch, fault, attempt.committed)
-    return replace(over(state), sides={}), [Tell(told, tuple({*attempt.cast, *attempt.entered}))]
+    told = msgspec.structs.replace(fault, epoch=attempt.epoch, committed=attempt.committed)
+    return over(state), [Tell(told, tuple({*attempt.cast, *attempt.entered}))]
 
 
 def over(state: CoordinatorState) -> CoordinatorState:
@@ -363,15 +350,14 @@ def _advance(state: CoordinatorState, record: Record, now_ns: int) -> Step:
         attempt.refuse_entries(record, state.leases, state.where)
         return _open(state, record)
     if attempt.phase == "settle":
+        attempt = replace(attempt, settled=attempt.said, said={})
         attempt.refuse_strangers()
         if attempt.digests == state.known:
-            return _lay_out(state, record, None)
-        attempt = attempt.with_group()
-        state = replace(state, attempt=replace(attempt, phase="layout"), sides={})
-        return state, [Tell(send, (rank,)) for rank, send in attempt.sends().items()]
+            return _lay_out(replace(state, attempt=attempt), record, None)
+        attempt = replace(attempt.with_group(), phase="layout")
+        return replace(state, attempt=attempt), [Tell(told, (rank,)) for rank, told in attempt.questions().items()]
     if attempt.phase == "layout":
-        state, actions = _lay_out(state, record, attempt.catalogue(state.sides))
-        return replace(state, sides={}), actions
+        return _lay_out(state, record, attempt.catalogue())
     return _agree(state, record, now_ns)
 
 
@@ -395,7 +381,7 @@ def _lay_out(state: CoordinatorState, record: Record, catalogue: bytes | None) -
     if layouts is None:
         return over(state), [Tell(Proceed(attempt.epoch, "open"), attempt.cast)]
     known = state.known if catalogue is None else {}  # until all ranks have made their plans of it
-    attempt = replace(attempt, phase="plan").with_group()
+    attempt = replace(attempt, phase="plan", said={}).with_group()
     return replace(state, attempt=attempt, known=known), [Tell(layouts, attempt.cast)]
 
 
@@ -424,4 +410,4 @@ def _proceed(state: CoordinatorState) -> Step:
     told: list[Action] = [Tell(Proceed(attempt.epoch, phase), attempt.cast)]
     if phase == "open":
         return over(state), told
-    return replace(state, attempt=replace(attempt, phase=_AFTER[phase], agreed={})), told
+    return replace(state, attempt=replace(attempt, phase=_AFTER[phase], said={})), told

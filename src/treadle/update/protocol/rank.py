@@ -9,8 +9,8 @@ A rank does one thing at a time, and each action has a function that takes its a
 
 The messages of an attempt, in order:
 
-    Go ── Grant ── Settled ─> Send ── Sides ─> Layouts ── plan ── Agreed ─> Proceed ── Begin ── Agreed ─> Proceed
-       ── load ── Finish ── Agreed (the vote) ─> Proceed (the decision) ── Grant ── Agreed ─> Proceed
+    Go ── Grant ── Report ─> Describe ── Report ─> Layouts ── plan ── Report ─> Proceed ── Begin ── Report ─> Proceed
+       ── load ── Finish ── Report (the vote) ─> Proceed (the decision) ── Grant ── Report ─> Proceed
 
 An attempt that ends early goes through `ended` and `farewell` instead.
 """
@@ -20,25 +20,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from treadle.update.protocol.control import (
-    Agreed,
-    Fault,
-    FromCoordinator,
-    Go,
-    Layouts,
-    Phase,
-    Proceed,
-    Sample,
-    Send,
-    Settled,
-    Stop,
-)
-from treadle.update.protocol.update_messages import Begin, Finish, Grant, Status
+import msgspec
+
+from treadle.update.protocol.control import Fault, FromCoordinator, Go, Layouts, Phase, Proceed, Report, Sample, Sides
+from treadle.update.protocol.update_messages import Begin, Describe, Finish, Grant, State, Status
 from treadle.update.update_options import UpdateOptions
+from treadle.wire.errors import WireError
 
 Ending: TypeAlias = Literal["unknown", "lost", "stopped", "committed"]
-"""What the coordinator said of an attempt that ended early: nothing so far; nothing, and its connection ended; Stop; or
-Stop of an attempt whose version is committed."""
+"""What the coordinator said of an attempt that ended early: nothing so far; nothing, and its connection ended; that it
+failed; or that it failed, and its version is committed."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +94,7 @@ class RankState:
 
     @property
     def in_doubt(self) -> bool:
-        """True where this rank cannot know the decision: it voted, and heard neither Proceed nor Stop."""
+        """True where this rank cannot know the decision: it voted, and heard neither Proceed nor Fault."""
         return self.voted and not self.decided and self.ending in ("unknown", "lost")
 
 
@@ -113,9 +104,9 @@ Step: TypeAlias = tuple[RankState, Action]
 def heard(state: RankState, message: FromCoordinator) -> Step:
     """Return the coordinator has answered."""
     if isinstance(message, Go):
-        state = replace(state, phase="settle", epoch=message.epoch, log=message.log, go=message)
+        state = replace(state, phase="settle", epoch=message.epoch, log=message.grant.log, go=message)
         return state, _settle(state)
-    if isinstance(message, Send):
+    if isinstance(message, Describe):
         return replace(state, phase="layout"), Work("describe", message)
     if isinstance(message, Layouts):
         loads = state.rank in message.loads
@@ -134,7 +125,8 @@ def heard(state: RankState, message: FromCoordinator) -> Step:
 def worked(state: RankState, value: Any = None, *, delta: bool = False) -> Step:
     """Return the rank has done its own work; `value` is the result. `delta`: changed elements will move, no others."""
     if state.phase == "layout":
-        return state, TellCoordinator(value, (Layouts, Proceed))
+        assert isinstance(value, Sides)
+        return state, TellCoordinator(Report(state.epoch, "layout", sides=value), (Layouts, Proceed))
     if state.phase == "plan":
         state = replace(state, plan=value, delta=delta)
         return state, _agreed(state)
@@ -142,11 +134,16 @@ def worked(state: RankState, value: Any = None, *, delta: bool = False) -> Step:
     return (state, AskWorker(Finish(state.epoch))) if state.loads else _vote(state)
 
 
-def answered(state: RankState, answer: Any) -> Step:
-    """Return the worker has done what it was asked."""
+_LEADS_TO: dict[Phase, State] = {"begin": "loading", "finish": "staged"}
+
+
+def answered(state: RankState, status: Status) -> Step:
+    """Return the worker has done what it was asked. Raises WireError where its status says that it has not."""
+    expected = _LEADS_TO.get(state.phase, status.state)
+    if status.state != expected:
+        raise WireError(f"it is {status.state} where {expected} was expected")
     if state.phase == "settle":
-        assert isinstance(answer, Status)
-        return replace(state, began=True), _settled(state, answer)
+        return replace(state, began=True), _settled(state, status)
     return _vote(state) if state.phase == "finish" else (state, _agreed(state))
 
 
@@ -167,10 +164,10 @@ def timed_out(state: RankState) -> RankState:
     return replace(state, worker_late=True)
 
 
-def ended(state: RankState, stop: Stop | None, *, lost: bool) -> RankState:
-    """Return the attempt is over: `stop` is the coordinator's word on it, `lost` says that its connection ended."""
-    if stop is not None:
-        return replace(state, ending="committed" if stop.committed else "stopped")
+def ended(state: RankState, told: Fault | None, *, lost: bool) -> RankState:
+    """Return the attempt is over: `told` is the coordinator's word on it, `lost` says that its connection ended."""
+    if told is not None:
+        return replace(state, ending="committed" if told.committed else "stopped")
     return replace(state, ending="lost" if lost else "unknown")
 
 
@@ -203,30 +200,29 @@ def _settle(state: RankState) -> AskWorker | TellCoordinator:
 
 def _grant(state: RankState, *, new: bool) -> Grant:
     """Return what is committed: the attempt's own version, where it is decided, or what was before."""
-    go, options = state.go, state.options
-    assert go is not None
-    version, epochs = (state.version, (*go.epochs, state.epoch)) if new else (go.committed, go.epochs)
-    lease_ns = 0 if options.lease_s is not None else None  # leases with an end come by Report and Grant only
-    how = options.close, options.drain_s
-    return Grant(state.epoch, version, epochs, *how, go.log, go.took, go.takeover, go.term, lease_ns=lease_ns)
+    assert state.go is not None
+    grant = state.go.grant
+    if not new:
+        return grant
+    return msgspec.structs.replace(grant, version=state.version, epochs=(*grant.epochs, state.epoch))
 
 
 def _settled(state: RankState, status: Status | None) -> TellCoordinator:
-    return TellCoordinator(Settled(state.epoch, state.rank, status), (Send, Layouts, Proceed))
+    return TellCoordinator(Report(state.epoch, "settle", status), (Describe, Layouts, Proceed))
 
 
 def _begin(state: RankState) -> Begin:
     options, layouts = state.options, state.layouts
     assert layouts is not None
-    how = options.rollback, options.close, options.drain_s, options.checked, layouts.only is not None
+    how = options.rollback, options.close, options.drain_s, layouts.only is not None
     return Begin(state.epoch, layouts.version, state.plan, *how, state.log, state.delta)
 
 
 def _agreed(state: RankState) -> TellCoordinator:
     value = state.plan + (" changed elements" if state.delta else "") if state.phase == "plan" else ""
-    return TellCoordinator(Agreed(state.epoch, state.rank, state.phase, value))
+    return TellCoordinator(Report(state.epoch, state.phase, value=value))
 
 
 def _vote(state: RankState) -> Step:
     state = replace(state, voted=True)
-    return state, TellCoordinator(Agreed(state.epoch, state.rank, "finish", "", state.samples))
+    return state, TellCoordinator(Report(state.epoch, "finish", samples=state.samples))

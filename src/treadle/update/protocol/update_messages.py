@@ -1,10 +1,9 @@
 """The messages between update ranks and workers. Those of an attempt carry its number (`epoch`).
 
-update rank -> worker       Hello, GetStatus, GetLayout, Grant, Map, TakePlan, Begin, Load, Finish, Export
-its thread that keeps a lease -> worker  Hello, GetStatus, Grant
-any process of the user -> worker  Hello, GetStatus, Ask
-worker -> update rank       Welcome, Status, WeightLayout, Mapped, Planned, Begun, Loaded, Prepared, Exported, Refused
-worker -> who asked         Welcome, Status, Answer, Refused
+update rank -> worker                    Hello, Describe, Grant, Map, TakePlan, Begin, Move, Finish
+its thread that keeps a lease -> worker  Hello, Describe, Grant
+any process of the user -> worker        Hello, Describe, Ask
+worker -> who asked                      Status, WeightLayout to Describe, Moved to Move, Answer to Ask; or Refused
 
 `control.py` has those between update ranks and their coordinator.
 """
@@ -18,7 +17,7 @@ import msgspec
 from treadle.weights.tensor_boxes import Piece, Tensor
 from treadle.weights.update_plan import Item, Take
 
-PROTOCOL = 11
+PROTOCOL = 12
 
 MOST_PLANS = 8
 """How many plans a worker keeps; it drops the oldest."""
@@ -37,19 +36,33 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=str.l
 
 
 class Hello(Message, frozen=True):
-    """Opens a connection: of the update rank of this worker, of the same for its lease, or of a process that asks."""
+    """Opens a connection, and says what for.
+
+    At a worker: `update` is that of its update rank, `lease` the same one's for its lease, `ask` that of any process.
+    At the coordinator: `join` is an update rank's, which is process `pid` on `host`. `world`: how many ranks call for
+    updates; those above are agents. Answered by Proceed; without it the rank calls again.
+    """
 
     protocol: int
-    role: Literal["update", "lease", "ask"]
+    role: Literal["update", "lease", "ask", "join"]
     rank: int = -1
+    world: int = 0
+    pid: int = 0
+    host: str = ""
 
 
-class GetStatus(Message, frozen=True):
-    """Asks how the worker stands; answered by Status."""
+class Describe(Message, frozen=True):
+    """Asks how a worker stands; or for a layout: what a rank's source `has`, what a worker `wants`.
 
+    The coordinator asks ranks in attempt `epoch`, since layouts changed; of ranks with the same digest one is asked for
+    the layout. `group` is the attempt that made the process group to use, as in Layouts: ranks whose device memory is
+    measured make the group first, because it takes some of that memory.
+    """
 
-class GetLayout(Message, frozen=True):
-    """Asks which pieces the worker wants; answered by WeightLayout."""
+    epoch: int = 0
+    has: bool = False
+    wants: bool = False
+    group: int = 0
 
 
 class Grant(Message, frozen=True):
@@ -117,29 +130,24 @@ class Begin(Message, frozen=True):
     rollback: Rollback
     close: Close
     drain_s: float
-    checked: bool
     partial: bool
     log: str = ""
     delta: bool = False
 
 
-class Load(Message, frozen=True):
-    """Load a bucket, which is in the buffer with that index: `delta_bytes` of changed elements; 0: it is whole."""
+class Move(Message, frozen=True):
+    """Load a bucket from the buffer with that index; or `out`: copy it there from your weights, while serving goes on.
 
-    epoch: int
-    bucket: int
-    buffer: int
-    delta_bytes: int = 0
-
-
-class Export(Message, frozen=True):
-    """Copy a bucket of your weights into the buffer with that index, while serving goes on."""
+    `checked`: digests follow the bucket. `delta_bytes` of changed elements are in the buffer; 0: the bucket is whole.
+    """
 
     epoch: int
     plan: str
     bucket: int
     buffer: int
+    out: bool
     checked: bool
+    delta_bytes: int = 0
 
 
 class Finish(Message, frozen=True):
@@ -154,21 +162,23 @@ class Ask(Message, frozen=True):
     body: bytes
 
 
-ToWorker: TypeAlias = Hello | GetStatus | GetLayout | Grant | Map | TakePlan | Begin | Load | Export | Finish | Ask
+ToWorker: TypeAlias = Hello | Describe | Grant | Map | TakePlan | Begin | Move | Finish | Ask
 
 
 # ---- from a worker ---------------------------------------------------------------------------------------------------
 
 
 class Status(Message, frozen=True):
-    """How a worker stands. `version` is the one it serves or holds, `epoch` the last attempt it knows of.
+    """How a worker stands: the answer to most messages, for the coordinator, too.
 
+    `version` is the one that it serves or holds, `epoch` the last attempt it knows of.
     `log` is the log that the worker belongs to; `origin` and `content` are the log and the attempt that made its
     version. `incarnation` is a random id, new for each endpoint. `slot` is the id of the worker's slot, which one
     process at a time holds (`holds_slot`); where this process does not, `before` is the pid of the one that does.
     `replica` is the number of the first worker of its engine. `staged` is the attempt that it has voted for, 0 if none.
     `stamp_ns` is the time of this status by the worker's clock, `term` the last coordinator of its log that it heard.
     `base` is the plan whose boxes the worker keeps a copy of as they are served; empty where it has none.
+    `plans` are those that it has; `rollback_bytes` are those of its copy, which grows with each bucket of a delta.
     """
 
     worker: int
@@ -190,15 +200,9 @@ class Status(Message, frozen=True):
     stamp_ns: int = 0
     term: int = 0
     base: str = ""
-
-
-class Welcome(Message, frozen=True):
-    """Accepts a connection. `plans` are digests of the plans that the worker has already."""
-
-    protocol: int
-    status: Status
-    can_export: bool
-    plans: tuple[str, ...]
+    can_export: bool = False
+    plans: tuple[str, ...] = ()
+    rollback_bytes: int = 0
 
 
 class WeightLayout(Message, frozen=True):
@@ -214,49 +218,13 @@ class WeightLayout(Message, frozen=True):
     tied: tuple[tuple[str, str], ...] = ()
 
 
-class Mapped(Message, frozen=True):
-    """The worker has mapped the buffers."""
-
-
-class Planned(Message, frozen=True):
-    """The worker has stored the plan."""
-
-    digest: str
-
-
-class Begun(Message, frozen=True):
-    """The worker is closed and ready to load; its rollback copy takes `rollback_bytes`."""
-
-    epoch: int
-    rollback_bytes: int
-
-
-class Loaded(Message, frozen=True):
-    """The worker has loaded the bucket; its buffer is free. Times are of the worker's host clock."""
+class Moved(Message, frozen=True):
+    """The worker has moved the bucket; a buffer that it loaded from is free. Times are of the worker's host clock."""
 
     epoch: int
     bucket: int
     start_ns: int
     end_ns: int
-
-
-class Exported(Message, frozen=True):
-    """The exported bucket is in its buffer."""
-
-    epoch: int
-    bucket: int
-
-
-class Prepared(Message, frozen=True):
-    """The worker holds the version, whole, and does not serve it. `digest` is empty where the engine has none.
-
-    `rollback_bytes` is the size of its rollback copy by now: that of a delta grows with each bucket.
-    """
-
-    epoch: int
-    version: int
-    digest: str
-    rollback_bytes: int = 0
 
 
 class Answer(Message, frozen=True):
@@ -274,6 +242,4 @@ class Refused(Message, frozen=True):
     epoch: int = 0
 
 
-FromWorker: TypeAlias = (
-    Welcome | Status | WeightLayout | Mapped | Planned | Begun | Loaded | Exported | Prepared | Answer | Refused
-)
+FromWorker: TypeAlias = Status | WeightLayout | Moved | Answer | Refused

@@ -10,23 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+from msgspec.structs import replace as replaced
+
 from treadle.update.coordinator.late_ranks import HEAR_S
 from treadle.update.errors import UpdateError, failure
 from treadle.update.protocol import rank
 from treadle.update.protocol.catalogue import layout_digest
-from treadle.update.protocol.control import Enter, Fault, FromCoordinator, Go, Layouts, Phase, Sample, Send, Sides
+from treadle.update.protocol.control import Enter, Fault, FromCoordinator, Go, Layouts, Phase, Sample, Sides
 from treadle.update.protocol.rank import Action, AskWorker, AttemptDone, Farewell, RankState, TellCoordinator, Work
-from treadle.update.protocol.update_messages import (
-    Begin,
-    Begun,
-    Finish,
-    GetStatus,
-    Grant,
-    Prepared,
-    Refused,
-    Status,
-    WeightLayout,
-)
+from treadle.update.protocol.update_messages import Begin, Describe, Finish, Grant, Refused, Status, WeightLayout
 from treadle.update.rank.broadcast import BroadcastError
 from treadle.update.rank.bucket_loop import BucketLoop
 from treadle.update.rank.common_base import gather_missing, missing_base, why_all_move
@@ -107,7 +99,7 @@ class AttemptRun:
             go = self.state.go
             assert go is not None
             self.context.broadcasts.cast = go.cast
-            self.context.share.settle(go.log, go.epochs)
+            self.context.share.settle(go.grant.log, go.grant.epochs)
         while not isinstance(action, AttemptDone):
             with self._in(self.phase):
                 match action:
@@ -142,8 +134,8 @@ class AttemptRun:
         rollbacks = self._status.rollbacks if self._status is not None else 0
         if self._shares is None:
             assert self.state.go is not None
-            assert self.state.go.committed is not None
-            return Updated(self.state.go.committed, self.epoch, 0, 0, rollbacks, self.seconds, ())
+            assert self.state.go.grant.version is not None
+            return Updated(self.state.go.grant.version, self.epoch, 0, 0, rollbacks, self.seconds, ())
         assert self.state.layouts is not None
         assert self.loop is not None
         shares, why = self._shares, self.state.layouts.why
@@ -168,13 +160,12 @@ class AttemptRun:
 
     def _enter(self) -> Enter:
         """Connect to the worker. A rank that cannot still enters, with the fault, so that all ranks hear of it."""
-        fault, away, can_export = None, "", False
+        fault, away = None, ""
         if self.request.source is not None:
             self._has = self.request.source.has
         try:
             if self.state.speaks:
                 self._meet_worker()
-                can_export = self.worker.can_export
         except (UpdateError, WorkerRefusedError, WireError, OSError) as error:
             if self.context.inbox.bad is not None:
                 raise
@@ -186,10 +177,9 @@ class AttemptRun:
             else:
                 fault = known.fault
         layouts = layout_digest(self._has), self._wants_digest
-        mine = can_export, self.context.broadcasts.made
         status = self._status if fault is None and not away else None
-        asked, call = self.request.asked, self.request.call
-        return Enter(self.context.rank, self._number, asked, *layouts, status, *mine, fault, away, call)
+        asked, call, group = self.request.asked, self.request.call, self.context.broadcasts.made
+        return Enter(self._number, asked, *layouts, status, group, fault, away, call)
 
     def _leave_out(self, why: str) -> str:
         """Go on without the worker, whose lease then ends; why."""
@@ -220,15 +210,15 @@ class AttemptRun:
         holds = message.version is not None and self._status.version == message.version
         if keeper is not None and holds and self._status.state == "lapsed":
             keeper.renew(self.options.deadline_s / 2)  # the keeper goes on after that
-            self._status = self.worker.ask(GetStatus(), Status, self.options.phase_s)
+            self._status = self.worker.ask(Describe(), Status, self.options.phase_s)
         return self._status
 
-    def _describe(self, asked: Send) -> Sides:
+    def _describe(self, asked: Describe) -> Sides:
         has, wants = self._has if asked.has else None, self._wants if asked.wants else None
         context = self.context
         if context.is_measured:  # on all ranks or none: they have the same options and type of device
             context.broadcasts.group_of(asked.group, context.inbox)
-        return Sides(self.epoch, context.rank, context.free_bytes, has, wants)
+        return Sides(context.free_bytes, has, wants)
 
     def _plan(self) -> str:
         """Make the plan and hand the worker its part; the plan's digest, which must be the same on all ranks."""
@@ -273,8 +263,8 @@ class AttemptRun:
         if different is not None:
             raise failure(self.epoch, f"update rank {self.context.rank}", phase, different)
 
-    def _begin(self, message: Begin) -> Begun:
-        begun = self.worker.ask(message, Begun, self.options.phase_s)
+    def _begin(self, message: Begin) -> Status:
+        begun = self.worker.ask(message, Status, self.options.phase_s)
         self._rollback_bytes = begun.rollback_bytes
         if begun.rollback_bytes:
             self.context.say(
@@ -305,10 +295,10 @@ class AttemptRun:
             self._refuse_ties(self._ties, "load")
         return samples
 
-    def _finish(self, message: Finish) -> Prepared:
-        prepared = self.worker.ask(message, Prepared, self.options.deadline_s)
-        self._rollback_bytes = max(self._rollback_bytes, prepared.rollback_bytes)
-        return prepared
+    def _finish(self, message: Finish) -> Status:
+        staged = self.worker.ask(message, Status, self.options.deadline_s)
+        self._rollback_bytes = max(self._rollback_bytes, staged.rollback_bytes)
+        return staged
 
     @property
     def _layouts(self) -> Layouts:
@@ -334,9 +324,7 @@ class AttemptRun:
         if not made.corrupt or self.loop is None:
             return made
         source = self.loop.shares.plan.buckets[self.bucket].source
-        fault = made.fault
-        text = f"{fault.text} (update rank {source})"
-        return UpdateError(Fault(fault.epoch, fault.who, fault.phase, fault.bucket, text, fault.corrupt))
+        return UpdateError(replaced(made.fault, text=f"{made.text} (update rank {source})"))
 
     # ---- an attempt that ends early ----------------------------------------------------------------------------------
 
@@ -376,18 +364,17 @@ class AttemptRun:
         if bad is None:
             fault = self._own_fault(error)
             self.coordinator.report(fault if self._entered else self._faulty_entry(fault))
-            return inbox.wait_bad(EXPLAIN_S + HEAR_S) or UpdateError(fault, committed=self.state.decided)
+            return inbox.wait_bad(EXPLAIN_S + HEAR_S) or UpdateError(replaced(fault, committed=self.state.decided))
         self._end()
         if not rank.is_vague(self.state, bad.fault):
             return bad
         here = failure(self.epoch, bad.who, self.phase, bad.text, self.bucket)
-        return UpdateError(here.fault, committed=bad.committed or self.state.decided)
+        return UpdateError(replaced(here.fault, committed=bad.committed or self.state.decided))
 
     def _faulty_entry(self, fault: Fault) -> Enter:
         """The entry of a rank that failed before it could enter: the others hear of it when they have entered."""
         asked, call, nobody = self.request.asked, self.request.call, NO_LAYOUT
-        mine = self.context.rank, self._number, asked, nobody, nobody, None
-        return Enter(*mine, can_export=False, group=0, fault=fault, call=call)
+        return Enter(self._number, asked, nobody, nobody, None, 0, fault, call=call)
 
     def _own_fault(self, error: BaseException) -> Fault:
         if isinstance(error, UpdateError):
@@ -396,7 +383,7 @@ class AttemptRun:
         return Fault(self.epoch, f"update rank {self.context.rank}", self.phase, self.bucket, text, waited=waited)
 
     def _end(self) -> None:
-        self.state = rank.ended(self.state, self.coordinator.stop, lost=self.coordinator.lost)
+        self.state = rank.ended(self.state, self.coordinator.told, lost=self.coordinator.lost)
 
     def _bid(self, farewell: Farewell) -> None:
         if not self.state.speaks:
@@ -407,7 +394,7 @@ class AttemptRun:
                 if message is not None:
                     self.worker.send(message)
                     if farewell.waits:
-                        self.worker.await_status(FAREWELL_S)
+                        self.worker.await_answers(FAREWELL_S)
         finally:  # whatever breaks in: an answer to this attempt must not be taken for one to the next
             if farewell.drops or self.worker.is_answering:
                 self.worker.drop()  # the worker goes back when its connection ends

@@ -25,7 +25,7 @@ from treadle.dist.device import device_of
 from treadle.dist.streams import streams_of
 from treadle.host.pressure import short_of_cores
 from treadle.update.memory.ipc_buffers import Buffer
-from treadle.update.protocol.update_messages import Export, Exported, Load, Loaded
+from treadle.update.protocol.update_messages import Move, Moved
 from treadle.update.rank.shares import Shares
 from treadle.update.rank.worker_client import WorkerClient
 from treadle.weights.buffer_sizes import aligned
@@ -210,7 +210,8 @@ class BucketLoop:
 
     def _load(self, number: int, at: int) -> None:
         assert self.worker is not None
-        self.worker.send(Load(self.epoch, number, at, self._sizes.get(number, 0)))
+        moved = self.epoch, self.shares.digest, number, at
+        self.worker.send(Move(*moved, out=False, checked=self.checked, delta_bytes=self._sizes.get(number, 0)))
         self._waiting.append(number)
 
     def _await_loaded(self, last: int) -> None:
@@ -218,7 +219,7 @@ class BucketLoop:
         while self._waiting and self._waiting[0] <= last:
             assert self.worker is not None
             self.where.bucket, self.where.on_worker = self._waiting[0], True
-            loaded = self.worker.expect(Loaded, self.deadline_s, self.epoch)
+            loaded = self.worker.expect(Moved, self.deadline_s, self.epoch)
             number = self._waiting.popleft()
             _compare_bucket(loaded, number)
             self.times.reload[number] = loaded.start_ns, loaded.end_ns
@@ -227,7 +228,7 @@ class BucketLoop:
             self.where.on_worker = False
 
 
-def _compare_bucket(answer: Loaded | Exported, number: int) -> None:
+def _compare_bucket(answer: Moved, number: int) -> None:
     if answer.bucket != number:
         raise WireError(f"{type(answer).__name__} of bucket {answer.bucket} came for bucket {number}")
 
@@ -324,7 +325,7 @@ def exporting(
 
     def fill(buffer: Buffer, number: int) -> None:
         at = next(i for i, own in enumerate(buffers) if own is buffer)
-        asked = Export(epoch, shares.name(exports=True), number, at, checked)
-        _compare_bucket(worker.ask(asked, Exported, deadline_s), number)
+        asked = Move(epoch, shares.name(exports=True), number, at, out=True, checked=checked)
+        _compare_bucket(worker.ask(asked, Moved, deadline_s), number)
 
     return fill

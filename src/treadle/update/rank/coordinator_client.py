@@ -11,20 +11,8 @@ from contextlib import suppress
 from typing import Any
 
 from treadle.update.errors import UpdateError, failure
-from treadle.update.protocol.control import (
-    Asked,
-    Call,
-    Enter,
-    Fault,
-    FromCoordinator,
-    Go,
-    Join,
-    Joined,
-    Phase,
-    Report,
-    Stop,
-)
-from treadle.update.protocol.update_messages import PROTOCOL, Grant
+from treadle.update.protocol.control import Asked, Call, Enter, Fault, FromCoordinator, Go, Phase, Proceed
+from treadle.update.protocol.update_messages import PROTOCOL, Grant, Hello, Status
 from treadle.update.rank.inbox import Inbox, read_into
 from treadle.update.rank.rendezvous import Rendezvous
 from treadle.update.update_options import UpdateOptions
@@ -44,25 +32,25 @@ class CoordinatorClient:
     def __init__(self, rendezvous: Rendezvous, rank: int, world: int, inbox: Inbox, options: UpdateOptions) -> None:
         self.inbox, self.options, self._rendezvous = inbox, options, rendezvous
         self.epoch = 0
-        self.stop: Stop | None = None
-        """The coordinator's Stop of this attempt, if it has sent one."""
+        self.told: Fault | None = None
+        """The coordinator's word that this attempt failed, if it has sent one."""
         self._stopping = threading.Lock()
         self.lost = self._met = False
         self.why_lost = ""
         self.granted: Callable[[Grant], None] = lambda grant: None
         """Hears the leases that are granted, in the thread that reads."""
-        join = Join(PROTOCOL, rank, world, os.getpid(), socket.gethostname())
+        hello = Hello(PROTOCOL, "join", rank, world, os.getpid(), socket.gethostname())
         self._called = threading.Condition()
         self._call = Call(0, Asked("recover", 0))
-        self._link, self.name = _join(rendezvous, join, options.deadline_s)
+        self._link, self.name = _join(rendezvous, hello, options.deadline_s)
         read_into(inbox, "coordinator", self._link, self._take, self._gone)
 
     def _take(self, message: Any) -> bool:
-        if isinstance(message, Stop):
+        if isinstance(message, Fault):
             with self._stopping:
                 if message.epoch in (0, self.epoch):
-                    self.stop = message
-                    self.inbox.fail(UpdateError(message.fault, committed=message.committed))
+                    self.told = message
+                    self.inbox.fail(UpdateError(message))
             return True
         if isinstance(message, Grant):
             self.granted(message)
@@ -78,8 +66,8 @@ class CoordinatorClient:
 
     def begin(self) -> None:
         """Begin an attempt; late messages of earlier ones are dropped."""
-        with self._stopping:  # a Stop that is being taken ends the attempt before, not this one
-            self.epoch, self.stop = 0, None
+        with self._stopping:  # a Fault that is being taken ends the attempt before, not this one
+            self.epoch, self.told = 0, None
             self.inbox.start()
 
     def next_call(self, after: int, timeout_s: float) -> Call | None:
@@ -103,9 +91,9 @@ class CoordinatorClient:
             self.inbox.wait_bad(WHY_S)  # the reading thread may be about to learn why
             raise self.inbox.bad or failure(self.epoch, self.name, phase, f"lost: {error}") from error
 
-    def report_status(self, report: Report) -> None:
+    def report_status(self, status: Status) -> None:
         """Report how the worker stands. Raises OSError where the coordinator is gone."""
-        self._link.send(report)
+        self._link.send(status)
 
     def report(self, message: Fault | Enter) -> None:
         """Report a fault, or an entry with one, if the coordinator is still there."""
@@ -140,7 +128,7 @@ class CoordinatorClient:
         self._link.shut()
 
 
-def _join(rendezvous: Rendezvous, join: Join, deadline_s: float) -> tuple[Link[FromCoordinator], str]:
+def _join(rendezvous: Rendezvous, hello: Hello, deadline_s: float) -> tuple[Link[FromCoordinator], str]:
     """A connection that the coordinator has accepted, and the coordinator's name. Raises UpdateError if it refuses.
 
     A coordinator that has too many strangers closes connections that have not joined yet, so this calls again.
@@ -148,23 +136,23 @@ def _join(rendezvous: Rendezvous, join: Join, deadline_s: float) -> tuple[Link[F
     until = time.monotonic() + deadline_s
     while True:
         try:
-            return _try_to_join(rendezvous, join, until)
+            return _try_to_join(rendezvous, hello, until)
         except PeerGoneError as error:
             if time.monotonic() + PAUSE_S > until:
-                text = f"closed every connection of update rank {join.rank} for {deadline_s:g} s: {error}"
+                text = f"closed every connection of update rank {hello.rank} for {deadline_s:g} s: {error}"
                 raise failure(0, "the coordinator", "enter", text) from error
             time.sleep(PAUSE_S)
 
 
-def _try_to_join(rendezvous: Rendezvous, join: Join, until: float) -> tuple[Link[FromCoordinator], str]:
+def _try_to_join(rendezvous: Rendezvous, hello: Hello, until: float) -> tuple[Link[FromCoordinator], str]:
     """One try. Raises PeerGoneError where another may help."""
     link, name = rendezvous.call(max(0.1, until - time.monotonic()))
     try:
         link.trust()
-        link.send(join)
+        link.send(hello)
         answer = link.receive(max(0.1, until - time.monotonic()))
-        if not isinstance(answer, Joined):
-            raise WireError(f"{type(answer).__name__} came where Joined was expected")
+        if answer != Proceed(0, "enter"):
+            raise WireError(f"{type(answer).__name__} came where Proceed was expected")
     except BaseException as error:
         link.close()
         if isinstance(error, TimeoutError | WireError):

@@ -10,16 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.host.sockets import connect, place_of
-from treadle.update.protocol.control import Report
-from treadle.update.protocol.update_messages import (
-    PROTOCOL,
-    FromWorker,
-    GetStatus,
-    Grant,
-    Hello,
-    Status,
-    Welcome,
-)
+from treadle.update.protocol.update_messages import PROTOCOL, Describe, FromWorker, Grant, Hello, Status
 from treadle.update.worker.endpoint import worker_path
 from treadle.wire.errors import WireError
 from treadle.wire.link import Link
@@ -34,7 +25,7 @@ class LeaseKeeper:
     It has a connection of its own, so that a worker that drains or loads is heard. `tell` sends to the coordinator.
     """
 
-    def __init__(self, directory: Path, worker: int, rank: int, lease_s: float, tell: Callable[[Report], None]) -> None:
+    def __init__(self, directory: Path, worker: int, rank: int, lease_s: float, tell: Callable[[Status], None]) -> None:
         self.path, self.rank, self.lease_s, self._tell = worker_path(directory, worker), rank, lease_s, tell
         self._changed = threading.Condition()
         self._grant: Grant | None = None
@@ -89,10 +80,10 @@ class LeaseKeeper:
 
     def _round(self, number: int) -> bool:
         """Report once; whether the worker's lease was renewed."""
-        status = self._ask(GetStatus())
+        status = self._ask(Describe())
         if not isinstance(status, Status):
             return False
-        self._tell(Report(self.rank, status))
+        self._tell(status)
         with self._changed:
             until_s = self.lease_s / ROUNDS
             self._changed.wait_for(lambda: self._closed or self._wanted > number or self._is_for(status), until_s)
@@ -119,7 +110,7 @@ class LeaseKeeper:
         self._link, self._place = link, there
         link.trust()
         link.send(Hello(PROTOCOL, "lease", self.rank), timeout_s=self.lease_s / ROUNDS)
-        if not isinstance(link.receive(self.lease_s), Welcome):
+        if not isinstance(link.receive(self.lease_s), Status):
             raise WireError("no welcome came")
         return link
 

@@ -16,20 +16,15 @@ from treadle.update.memory.ipc_buffers import Buffer
 from treadle.update.protocol.catalogue import check_layout, layout_digest
 from treadle.update.protocol.control import Fault, Phase
 from treadle.update.protocol.update_messages import (
-    MOST_PLANS,
     PROTOCOL,
+    Describe,
     FromWorker,
-    GetLayout,
-    GetStatus,
     Hello,
     Map,
-    Mapped,
-    Planned,
     Refused,
     Status,
     TakePlan,
     WeightLayout,
-    Welcome,
 )
 from treadle.update.rank.inbox import Inbox, read_into
 from treadle.update.worker.endpoint import worker_path
@@ -59,7 +54,7 @@ class WorkerClient:
         self._owed = 0
         """Messages that the worker has not answered yet. It answers each, in their order."""
         self._place: tuple[int, int] | None = None
-        self._plans: list[str] = []
+        self._plans: tuple[str, ...] = ()
         self._mapped: tuple[Buffer, ...] = ()
         self._layout: WeightLayout | None = None
         self._layout_digest = NO_LAYOUT
@@ -83,18 +78,18 @@ class WorkerClient:
         while True:
             try:
                 self._place = place_of(self.path)  # before the call: a later socket is another process's
-                link, welcome = self._call(rank, until)
+                link, status = self._call(rank, until)
                 break
             except PeerGoneError as error:  # it may be restarting, or have too many connections
                 turned_away += 1
                 if time.monotonic() + PAUSE_S > until:
                     raise self._missed(f"no welcome at {self.path}: {error} ({turned_away} times)") from error
                 time.sleep(PAUSE_S)
-        self._link, self.can_export, self._plans = link, welcome.can_export, list(welcome.plans)
+        self._link, self.can_export, self._plans = link, status.can_export, status.plans
         self._mapped, self._layout, self._layout_digest, self._owed = (), None, NO_LAYOUT, 0
         read_into(self.inbox, "worker", link, _heed_end, lambda text: self._gone(link, text))
 
-    def _call(self, rank: int, until: float) -> tuple[Link[FromWorker], Welcome]:
+    def _call(self, rank: int, until: float) -> tuple[Link[FromWorker], Status]:
         """One try to connect. Raises PeerGoneError where another may help, else UpdateError."""
         try:
             link: Link[FromWorker] = call_path(self.path, FromWorker, max(0.1, until - time.monotonic()))
@@ -103,16 +98,16 @@ class WorkerClient:
         link.trust()
         try:
             link.send(Hello(PROTOCOL, "update", rank))
-            welcome = link.receive(max(0.1, until - time.monotonic()))
+            status = link.receive(max(0.1, until - time.monotonic()))
         except (OSError, WireError) as error:
             link.close()
             if isinstance(error, PeerGoneError):
                 raise
             raise self._missed(f"no welcome at {self.path}: {error}") from error
-        if isinstance(welcome, Welcome) and welcome.protocol == PROTOCOL:
-            return link, welcome
+        if isinstance(status, Status):
+            return link, status
         link.close()
-        raise self._missed(f"speaks another protocol at {self.path}: {welcome}")
+        raise self._missed(f"speaks another protocol at {self.path}: {status}")
 
     def _missed(self, text: str) -> UpdateError:
         return failure(0, f"worker {self.worker}", "enter", text)
@@ -146,18 +141,21 @@ class WorkerClient:
     def ask(self, message: Any, kind: type[M], deadline_s: float, *, heed: bool = True) -> M:
         """Send and wait for the answer. Raises WorkerRefusedError, PeerGoneError, TimeoutError, or the bad news."""
         self.send(message)
-        return self.expect(kind, deadline_s, getattr(message, "epoch", None), heed=heed)
+        return self.expect(kind, deadline_s, getattr(message, "epoch", 0), heed=heed)
 
-    def expect(self, kind: type[M], deadline_s: float, epoch: int | None = None, *, heed: bool = True) -> M:
-        """Return the next answer. Raises WireError where it is of another kind, or of another attempt than `epoch`."""
+    def expect(self, kind: type[M], deadline_s: float, epoch: int = 0, *, heed: bool = True) -> M:
+        """Return the next answer. Raises WireError where it is of another kind, or of another attempt than `epoch`.
+
+        An `epoch` of 0 is that of questions beside attempts.
+        """
         answer = self._take(deadline_s, heed=heed)
         if isinstance(answer, Refused):
-            if epoch is not None and answer.epoch:  # 0 where the connection as a whole is refused
+            if epoch and answer.epoch:  # 0 where the connection as a whole is refused
                 _compare(answer, epoch)
             raise WorkerRefusedError(answer)
         if not isinstance(answer, kind):
             raise WireError(f"{type(answer).__name__} came where {kind.__name__} was expected")
-        if epoch is not None:
+        if epoch:
             _compare(answer, epoch)
         return answer
 
@@ -170,24 +168,24 @@ class WorkerClient:
         """The worker's status, once it holds its slot: an earlier process in its place may still have to close."""
         until = time.monotonic() + deadline_s
         while True:
-            status = self.ask(GetStatus(), Status, deadline_s)
+            status = self.ask(Describe(), Status, deadline_s)
             if status.holds_slot or time.monotonic() > until:
                 return status
             time.sleep(PAUSE_S)
 
-    def await_status(self, deadline_s: float) -> None:
-        """Read answers until Status, which a worker sends when it has gone back; drop a worker that sends none."""
+    def await_answers(self, deadline_s: float) -> None:
+        """Read all answers that are outstanding, the last of them to a farewell; drop a worker that sends none."""
         until = time.monotonic() + deadline_s
         try:
-            while not isinstance(self._take(max(0.0, until - time.monotonic()), heed=False), Status):
-                pass
+            while self._owed:
+                self._take(max(0.0, until - time.monotonic()), heed=False)
         except (PeerGoneError, TimeoutError):
             self.drop()
 
     def layout(self, deadline_s: float) -> WeightLayout:
         """The layout that the worker wants, asked once for each connection. Raises WireError for an invalid one."""
         if self._layout is None:
-            wants = self.ask(GetLayout(), WeightLayout, deadline_s)
+            wants = self.ask(Describe(wants=True), WeightLayout, deadline_s)
             check_layout(wants)
             self._layout, self._layout_digest = wants, layout_digest(wants)
         return self._layout
@@ -206,14 +204,13 @@ class WorkerClient:
         shared = [buffer.share() for buffer in buffers]
         handles, fds = tuple(handle for handle, _ in shared if handle), [fd for _, fd in shared if fd is not None]
         self.send(Map(sizes, handles, device_type), fds)
-        self.expect(Mapped, deadline_s)
+        self.expect(Status, deadline_s)
         self._mapped = tuple(buffers)
 
     def take_plan(self, name: str, make: Callable[[], TakePlan], deadline_s: float) -> None:
-        """Make and send the plan of that name, unless the worker has it. Both ends forget the oldest of MOST_PLANS."""
+        """Make and send the plan of that name, unless the worker has it."""
         if name not in self._plans:
-            self.ask(make(), Planned, deadline_s)
-            self._plans = [*self._plans, name][-MOST_PLANS:]
+            self._plans = self.ask(make(), Status, deadline_s).plans
 
 
 def _compare(answer: Any, epoch: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from treadle.host.sockets import connect
-from treadle.update.protocol.update_messages import PROTOCOL, Answer, Ask, FromWorker, Hello, Refused, Welcome
+from treadle.update.protocol.update_messages import PROTOCOL, Answer, Ask, FromWorker, Hello, Refused, Status
 from treadle.update.worker.endpoint import MOST_ASK_BYTES, worker_path
 from treadle.update.worker.gate import ClosedError
 from treadle.wire.errors import WireError
@@ -21,7 +21,7 @@ def ask(directory: Path, worker: int, body: bytes, deadline_s: float = 30.0) -> 
         link.trust()
         link.send(Hello(PROTOCOL, "ask"))
         answer = link.receive(deadline_s)
-        if isinstance(answer, Welcome):
+        if isinstance(answer, Status):
             link.send(Ask(body))
             answer = link.receive(deadline_s)
     finally:

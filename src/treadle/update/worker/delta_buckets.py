@@ -53,8 +53,8 @@ class DeltaBuckets:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the way back, so far."""
-        return sum(len(stream) for stream in self._back.values())
+        """Bytes of the way back, so far. From any thread."""
+        return sum(len(stream) for stream in list(self._back.values()))
 
     def decode(self, share: Share, buffer: Buffer, delta_bytes: int, *, checked: bool) -> DecodedBucket:
         """Return a bucket as it is with its changed elements, which are in a buffer. Nothing is loaded yet."""

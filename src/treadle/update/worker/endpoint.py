@@ -13,14 +13,13 @@ from treadle.update.protocol.update_messages import (
     PROTOCOL,
     Answer,
     Ask,
+    Describe,
     FromWorker,
-    GetStatus,
     Grant,
     Hello,
     Map,
     Refused,
     ToWorker,
-    Welcome,
 )
 from treadle.update.worker.adapter import Adapter
 from treadle.update.worker.gate import ClosedError
@@ -135,11 +134,11 @@ class Endpoint:
 
     def _converse(self, link: Link[ToWorker]) -> None:
         hello = link.receive(HELLO_S)
-        if not isinstance(hello, Hello) or hello.protocol != PROTOCOL:
+        if not isinstance(hello, Hello) or hello.protocol != PROTOCOL or hello.role == "join":
             raise WireError(f"a connection begins with Hello of protocol {PROTOCOL}, got {hello}")
         self._admit(link, hello)
         link.trust(MOST_BYTES if hello.role == "update" else MOST_ASK_BYTES + FIRST_BYTES)
-        link.send(Welcome(PROTOCOL, self.worker.status, self.worker.adapter.can_export, tuple(self.worker.plans)))
+        link.send(self.worker.status)
         while True:
             message = link.receive(None)
             answer = self._answer(link, hello, message)
@@ -164,7 +163,7 @@ class Endpoint:
             before.refuse(RefusedError(f"{who} has taken worker {self.worker.worker} over"))
 
     def _answer(self, link: Link[ToWorker], hello: Hello, message: Any) -> FromWorker:
-        if isinstance(message, GetStatus):
+        if isinstance(message, Describe) and not message.wants:
             return self.worker.status
         if isinstance(message, Ask):
             return self._ask(message)

@@ -37,9 +37,10 @@ class RollbackCopy:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes held until commit."""
-        held = sum(store.held_bytes for store in (self._old, self._new) if store is not None)
-        return held + (self.deltas.size_bytes if self.deltas is not None else 0)
+        """Bytes held until commit. From any thread."""
+        deltas, stores = self.deltas, (self._old, self._new)
+        held = sum(store.held_bytes for store in stores if store is not None)
+        return held + (deltas.size_bytes if deltas is not None else 0)
 
     @property
     def can_restore(self) -> bool:

@@ -58,8 +58,9 @@ class RollbackStore:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the boxes held now."""
-        return self.boxes.end_bytes if self.boxes is not None else 0
+        """Bytes of the boxes held now. From any thread."""
+        boxes = self.boxes
+        return boxes.end_bytes if boxes is not None else 0
 
     @property
     def leaving(self) -> Leaving:

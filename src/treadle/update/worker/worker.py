@@ -25,19 +25,13 @@ from treadle.update.protocol.leases import Lease, extends, is_served, leased
 from treadle.update.protocol.update_messages import (
     MOST_PLANS,
     Begin,
-    Begun,
-    Export,
-    Exported,
+    Describe,
     Finish,
     FromWorker,
-    GetLayout,
     Grant,
-    Load,
-    Loaded,
     Map,
-    Mapped,
-    Planned,
-    Prepared,
+    Move,
+    Moved,
     Refused,
     Share,
     State,
@@ -72,7 +66,6 @@ class Worker:
         """The pid of the process that holds the slot, where this one does not."""
         self.rollbacks = 0
         self.plans: dict[str, WorkerPlan] = {}
-        self._held = ""
         self._loaded: set[int] = set()
         self._assembly = Assembly()
         self._wanted: dict[str, list[Box]] = {}
@@ -91,12 +84,11 @@ class Worker:
             "restore": lambda _: self._restore(),
         }
         self._steps: dict[type[Any], Callable[[Any], FromWorker]] = {
-            GetLayout: lambda _: self.adapter.layout(),
+            Describe: lambda asked: self.adapter.layout() if asked.wants else self.status,
             Grant: self._grant,
             TakePlan: self._take_plan,
             Begin: self._begin,
-            Load: self._load,
-            Export: self._export,
+            Move: self._move,
             Finish: self._finish,
         }
 
@@ -130,6 +122,9 @@ class Worker:
             stamp_ns=stamp_ns,
             term=self.lease.term if self.lease.log == now.bound else 0,
             base=self._rollback.base,
+            can_export=self.adapter.can_export,
+            plans=tuple(self.plans),
+            rollback_bytes=self._rollback.size_bytes,
         )
 
     def handle(self, message: Any) -> FromWorker:
@@ -235,7 +230,7 @@ class Worker:
     def _map(self, message: Map, fds: list[int]) -> FromWorker:
         self._unmap()
         self._buffers = list(memory_of(message.device).map(message.handles, fds, message.sizes_bytes))
-        return Mapped()
+        return self.status
 
     def _unmap(self) -> None:
         for buffer in self._buffers:
@@ -248,7 +243,7 @@ class Worker:
         self.plans[message.digest] = plan
         while len(self.plans) > MOST_PLANS:
             del self.plans[next(iter(self.plans))]
-        return Planned(message.digest)
+        return self.status
 
     def _begin(self, message: Begin) -> FromWorker:
         moves, loading = deciding.begin(self.now, message)
@@ -267,13 +262,22 @@ class Worker:
             self._wanted = boxes_by_name(layout.pieces) if self.adapter.whole else {}
             # The engine serves until here: closing comes last.
             self._make((moves, loading), lambda: self.adapter.close(message.close, message.drain_s))
-        return Begun(message.epoch, self._rollback.size_bytes)
+        return self.status
 
-    def _load(self, message: Load) -> FromWorker:
+    def _move(self, message: Move) -> FromWorker:
         start_ns = time.perf_counter_ns()
+        if message.out:
+            self._export(message)
+        else:
+            self._load(message)
+        return Moved(message.epoch, message.bucket, start_ns, time.perf_counter_ns())
+
+    def _load(self, message: Move) -> None:
         moves = deciding.load(self.now, message.epoch)
         begun = self.now.begun
         assert begun is not None
+        if message.plan != begun.plan:
+            raise MessageRefusedError("order", f"the attempt began with plan {begun.plan}, not {message.plan}")
         if message.bucket not in self._loaded:
             plan = self.plans[begun.plan]
             share = self._share(plan.share(message.bucket), message.bucket)
@@ -283,19 +287,17 @@ class Worker:
                     "order", f"bucket {share.bucket} is not of the kind that the attempt began with"
                 )
             if self._rollback.deltas is not None:
-                self._load_delta(moves, self._rollback.deltas, share, buffer, message.delta_bytes)
+                self._load_delta(moves, self._rollback.deltas, share, buffer, message)
             else:
-                arrivals = arrivals_of(plan, share, buffer, checked=begun.checked)
+                arrivals = arrivals_of(plan, share, buffer, checked=message.checked)
                 self._make(moves, load=lambda: self._take_in(plan.first_kept[share.bucket], arrivals))
                 finish_copies(buffer.tensor.device)
                 self._refuse_wrong(arrivals)
             self._loaded.add(message.bucket)
-        return Loaded(message.epoch, message.bucket, start_ns, time.perf_counter_ns())
 
-    def _load_delta(self, moves: Moves, deltas: DeltaBuckets, share: Share, buffer: Buffer, delta_bytes: int) -> None:
+    def _load_delta(self, moves: Moves, deltas: DeltaBuckets, share: Share, buffer: Buffer, message: Move) -> None:
         """Load changed elements. Digests are compared before anything is overwritten."""
-        assert self.now.begun is not None
-        decoded = deltas.decode(share, buffer, delta_bytes, checked=self.now.begun.checked)
+        decoded = deltas.decode(share, buffer, message.delta_bytes, checked=message.checked)
         self._refuse_wrong(decoded.arrivals)
         deltas.keep(decoded)
         first = deltas.plan.first_kept[share.bucket]
@@ -316,7 +318,7 @@ class Worker:
             parts = assembled(self._assembly, parts, self._wanted)
         return self.adapter.load(parts) if parts else None
 
-    def _export(self, message: Export) -> FromWorker:
+    def _export(self, message: Move) -> None:
         if message.epoch < self.now.epoch:
             raise MessageRefusedError(
                 "stale", f"attempt {message.epoch} is over, worker {self.worker} is at {self.now.epoch}"
@@ -327,7 +329,6 @@ class Worker:
         share, buffer = self._share(plan.export(message.bucket), message.bucket), self._buffer(message.buffer)
         self._do(export_bucket(self.adapter, plan, share, buffer, checked=message.checked))
         finish_copies(buffer.tensor.device)
-        return Exported(message.epoch, message.bucket)
 
     def _finish(self, message: Finish) -> FromWorker:
         moves, staged = deciding.finish(self.now, message)
@@ -340,9 +341,8 @@ class Worker:
                     "order", f"buckets {sorted(missing)} and parts of {self._assembly.missing} did not come"
                 )
             self._do(self.adapter.finish())
-            self._held = self.adapter.digest() if begun.checked else ""
             self.now = staged
-        return Prepared(message.epoch, begun.version, self._held, self._rollback.size_bytes)
+        return self.status
 
     # ---- moves of the engine -----------------------------------------------------------------------------------------
 
