@@ -15,9 +15,9 @@
     └─ inference worker 0 ─────────┘                          └─ inference worker 1 ─────────┘
 
 One update rank runs beside each inference worker, on the same device, and speaks for it; ranks that only hold weights
-speak for none. It is one of the ranks that call for updates, which are there from start to end, or an agent, which joins
-them and leaves (`agent.py`): an attempt is of those that are present when it begins. The coordinator, a thread of rank 0, moves all ranks from phase to phase and writes the decision.
-`AttemptRun.run` is an update in numbered steps.
+speak for none. It is one of the ranks that call for updates, which are there from start to end, or an agent, which
+joins them and leaves (`agent.py`): an attempt is of those that are present when it begins. The coordinator, a thread of
+rank 0, moves all ranks from phase to phase and writes the decision. `AttemptRun.run` is an update in numbered steps.
 
     updater.py         Updater: what a user calls         coordinator/  the coordinator and its commit log
     agent.py           Agent: a rank that comes and goes
