@@ -17,7 +17,7 @@ from tests.support.update.model_checker import explore
 from tests.support.update.world import LEASE_NS, RULES, Sizes
 from treadle.update.protocol import attempt, coordinator_decisions, leases, rank, worker_decisions
 from treadle.update.protocol.record import Record, committed
-from treadle.update.protocol.update_messages import Status
+from treadle.update.protocol.update_messages import Grant, Status
 from treadle.update.protocol.worker_decisions import WorkerState
 
 LEASED = Sizes(leases=True, least=1, updates=1, crashes=0, recoveries=0)
@@ -136,7 +136,7 @@ def aborts_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that does not know the decision."""
     farewell = rank.farewell
 
-    def eager(state: rank.RankState) -> rank.Farewell:
+    def eager(state: rank.RankState) -> Grant | None:
         unheard = state.ending in ("unknown", "lost")
         return farewell(replace(state, ending="stopped") if unheard else state)
 

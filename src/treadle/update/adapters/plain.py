@@ -95,10 +95,6 @@ class Plain:
         """Do nothing: tensors are whole when they are loaded."""
         return None
 
-    def digest(self) -> str:
-        """Empty: loads are in place, and their digests were compared on the way."""
-        return ""
-
     def invalidate(self) -> str | None:
         """Do nothing: there are no caches."""
         return None

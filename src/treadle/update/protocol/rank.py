@@ -93,6 +93,11 @@ class RankState:
     samples: tuple[Sample, ...] = ()
 
     @property
+    def is_committed(self) -> bool:
+        """True where the coordinator has said so."""
+        return self.decided or self.ending == "committed"
+
+    @property
     def in_doubt(self) -> bool:
         """True where this rank cannot know the decision: it voted, and heard neither Proceed nor Fault."""
         return self.voted and not self.decided and self.ending in ("unknown", "lost")
@@ -150,17 +155,8 @@ def answered(state: RankState, status: Status) -> Step:
 # ---- an attempt that ends early --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Farewell:
-    """The last message to a worker, if any; whether to wait for its Status; whether to close the connection then."""
-
-    message: Grant | None
-    waits: bool
-    drops: bool
-
-
 def timed_out(state: RankState) -> RankState:
-    """Return the worker did not answer in time. Its answer may still come, so its connection is not used again."""
+    """Return the worker did not answer in time. Its answer may still come: it is not waited for a second time."""
     return replace(state, worker_late=True)
 
 
@@ -171,17 +167,14 @@ def ended(state: RankState, told: Fault | None, *, lost: bool) -> RankState:
     return replace(state, ending="lost" if lost else "unknown")
 
 
-def farewell(state: RankState) -> Farewell:
-    """The farewell to the worker. While the decision is in doubt a worker that voted is told nothing and stays closed.
+def farewell(state: RankState) -> Grant | None:
+    """The last message to the worker: the coordinator's word on the attempt.
 
-    A worker that was late is not waited for a second time, except to commit.
+    Without it the connection to a worker that began ends, and the worker goes back by itself if it has not voted.
     """
-    late = state.worker_late
-    if state.loads and (state.decided or state.ending == "committed"):
-        return Farewell(_grant(state, new=True), waits=True, drops=late)
-    if state.began and not state.in_doubt:
-        return Farewell(_grant(state, new=False), waits=not late, drops=late)
-    return Farewell(None, waits=False, drops=late)
+    if state.loads and state.is_committed:
+        return _grant(state, new=True)
+    return _grant(state, new=False) if state.began and state.ending in ("stopped", "committed") else None
 
 
 def is_vague(state: RankState, fault: Fault) -> bool:

@@ -17,7 +17,7 @@ from treadle.update.errors import UpdateError, failure
 from treadle.update.protocol import rank
 from treadle.update.protocol.catalogue import layout_digest
 from treadle.update.protocol.control import Enter, Fault, FromCoordinator, Go, Layouts, Phase, Sample, Sides
-from treadle.update.protocol.rank import Action, AskWorker, AttemptDone, Farewell, RankState, TellCoordinator, Work
+from treadle.update.protocol.rank import Action, AskWorker, AttemptDone, RankState, TellCoordinator, Work
 from treadle.update.protocol.update_messages import Begin, Describe, Finish, Grant, Refused, Status, WeightLayout
 from treadle.update.rank.broadcast import BroadcastError
 from treadle.update.rank.bucket_loop import BucketLoop
@@ -385,16 +385,15 @@ class AttemptRun:
     def _end(self) -> None:
         self.state = rank.ended(self.state, self.coordinator.told, lost=self.coordinator.lost)
 
-    def _bid(self, farewell: Farewell) -> None:
+    def _bid(self, message: Grant | None) -> None:
         if not self.state.speaks:
             return
-        message = farewell.message
+        waits = not self.state.worker_late or self.state.is_committed
         try:
             with suppress(Exception):  # a worker that is gone or hangs learns the outcome in the next attempt
                 if message is not None:
                     self.worker.send(message)
-                    if farewell.waits:
-                        self.worker.await_answers(FAREWELL_S)
+                    self.worker.await_answers(FAREWELL_S if waits else 0.0)
         finally:  # whatever breaks in: an answer to this attempt must not be taken for one to the next
-            if farewell.drops or self.worker.is_answering:
+            if self.worker.is_answering or (message is None and self.state.began):
                 self.worker.drop()  # the worker goes back when its connection ends

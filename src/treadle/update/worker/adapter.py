@@ -2,7 +2,7 @@
 
 An endpoint calls its adapter from one thread at a time, in this order:
 
-    close, begin, load (many times), finish, digest, invalidate, lease, open
+    close, begin, load (many times), finish, invalidate, lease, open
 
 `lease` may come at any time, from another thread, too; `abort` at any point in between, `export` while the engine
 serves or before `close`, `layout` at any time. Each call may come again and must do no harm then. Each returns None, or
@@ -53,10 +53,6 @@ class Adapter(Protocol):
 
     def finish(self) -> str | None:
         """Make the model whole after the last load (tie, repack, finalize), and stay closed."""
-        ...
-
-    def digest(self) -> str:
-        """A digest of the weights held, or an empty string where the engine cannot tell."""
         ...
 
     def invalidate(self) -> str | None:

@@ -92,10 +92,6 @@ class SGLang:
             return f"SGLang loads whole checkpoints, and {came} of {num} tensors came"
         return self._try(self._finish)
 
-    def digest(self) -> str:
-        """The server's checksum."""
-        return self.server.checksum()
-
     def invalidate(self) -> str | None:
         """Flush the server's cache."""
         return self._try(self.server.flush_cache)

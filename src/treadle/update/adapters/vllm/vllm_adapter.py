@@ -86,10 +86,6 @@ class Vllm:
             return f"vLLM reloads whole layers, and {came} of {num} tensors came"
         return None
 
-    def digest(self) -> str:
-        """Empty: vLLM's checksums do not cover weights packed for its kernels."""
-        return ""
-
     def invalidate(self) -> str | None:
         """Reset the engine's caches. Otherwise tokens are wrong wherever a prefix is found in the cache."""
         return self.line.ask(Forget(), ANSWER_S)
