@@ -489,7 +489,7 @@ def leave(world: World, link: Link, told: Fault | None) -> World:
     assert me is not None
     assert me.state is not None
     last = rank.farewell(rank.ended(me.state, told, lost=world.runs[number].core is None))
-    drops = me.state.worker_late or (last is None and me.state.began)
+    drops = me.state.worker_late or (last is None and me.state.go is not None)
     if last is not None:
         world = send(world, link, last)
     if world.runs[number].is_over:  # nothing is left for it to do

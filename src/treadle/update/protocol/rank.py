@@ -67,20 +67,18 @@ Action: TypeAlias = TellCoordinator | AskWorker | Work | AttemptDone
 class RankState:
     """One rank's view of one attempt.
 
-    `speaks`: it has a worker. `began`: the worker knows of the attempt. `loads`: the worker gets a version. `voted`:
-    the coordinator may know that the worker has staged; from then on only the coordinator's word counts. `decided`:
-    that word was to commit. `worker_late`: a wait for the worker timed out, so an answer of it may still come.
-    `delta`: buckets have changed elements. `ending`: see `Ending`.
+    `speaks`: it has a worker, which may know of the attempt once this rank has heard `go`. `loads`: the worker gets a
+    version. `voted`: the coordinator may know that the worker has staged; from then on only the coordinator's word
+    counts. `decided`: that word was to commit. `worker_late`: a wait for the worker timed out, so an answer of it may
+    still come. `delta`: buckets have changed elements. `ending`: see `Ending`.
     """
 
     rank: int
     options: UpdateOptions
     phase: Phase = "enter"
     epoch: int = 0
-    log: str = ""
     version: int = 0
     speaks: bool = True
-    began: bool = False
     loads: bool = False
     voted: bool = False
     decided: bool = False
@@ -91,6 +89,11 @@ class RankState:
     plan: str = ""
     delta: bool = False
     samples: tuple[Sample, ...] = ()
+
+    @property
+    def log(self) -> str:
+        """The log of the attempt; empty before Go."""
+        return self.go.grant.log if self.go is not None else ""
 
     @property
     def is_committed(self) -> bool:
@@ -109,7 +112,7 @@ Step: TypeAlias = tuple[RankState, Action]
 def heard(state: RankState, message: FromCoordinator) -> Step:
     """Return the coordinator has answered."""
     if isinstance(message, Go):
-        state = replace(state, phase="settle", epoch=message.epoch, log=message.grant.log, go=message)
+        state = replace(state, phase="settle", epoch=message.epoch, go=message)
         return state, _settle(state)
     if isinstance(message, Describe):
         return replace(state, phase="layout"), Work("describe", message)
@@ -148,7 +151,7 @@ def answered(state: RankState, status: Status) -> Step:
     if status.state != expected:
         raise WireError(f"it is {status.state} where {expected} was expected")
     if state.phase == "settle":
-        return replace(state, began=True), _settled(state, status)
+        return state, _settled(state, status)
     return _vote(state) if state.phase == "finish" else (state, _agreed(state))
 
 
@@ -170,11 +173,11 @@ def ended(state: RankState, told: Fault | None, *, lost: bool) -> RankState:
 def farewell(state: RankState) -> Grant | None:
     """The last message to the worker: the coordinator's word on the attempt.
 
-    Without it the connection to a worker that began ends, and the worker goes back by itself if it has not voted.
+    Without it the connection ends, once there was Go, and the worker goes back by itself if it has not voted.
     """
     if state.loads and state.is_committed:
         return _grant(state, new=True)
-    return _grant(state, new=False) if state.began and state.ending in ("stopped", "committed") else None
+    return _grant(state, new=False) if state.go is not None and state.ending in ("stopped", "committed") else None
 
 
 def is_vague(state: RankState, fault: Fault) -> bool:

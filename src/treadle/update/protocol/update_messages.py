@@ -169,16 +169,15 @@ ToWorker: TypeAlias = Hello | Describe | Grant | Map | TakePlan | Begin | Move |
 
 
 class Status(Message, frozen=True):
-    """How a worker stands: the answer to most messages, for the coordinator, too.
+    """How a worker stands: the answer to Hello, and to what has no other. A rank passes it on to the coordinator.
 
-    `version` is the one that it serves or holds, `epoch` the last attempt it knows of.
-    `log` is the log that the worker belongs to; `origin` and `content` are the log and the attempt that made its
-    version. `incarnation` is a random id, new for each endpoint. `slot` is the id of the worker's slot, which one
-    process at a time holds (`holds_slot`); where this process does not, `before` is the pid of the one that does.
-    `replica` is the number of the first worker of its engine. `staged` is the attempt that it has voted for, 0 if none.
-    `stamp_ns` is the time of this status by the worker's clock, `term` the last coordinator of its log that it heard.
-    `base` is the plan whose boxes the worker keeps a copy of as they are served; empty where it has none.
-    `plans` are those that it has; `rollback_bytes` are those of its copy, which grows with each bucket of a delta.
+    `version` is the one that it serves or holds, made by attempt `content` of log `origin`; `log` is the log that it
+    belongs to, `epoch` the last attempt it knows of, `staged` the one that it has voted for, 0 if none. `incarnation`
+    is a random id, new for each endpoint. `slot` is the id of the worker's slot, which one process at a time holds
+    (`holds_slot`); where this process does not, `before` is the pid of the one that does. `replica` is the number of
+    the first worker of its engine. `stamp_ns` is the time of this status by the worker's clock, `term` the last
+    coordinator of its log that it heard. `plans` are those that it has, `base` the one whose boxes it keeps a copy of
+    as they are served; empty where it has none. `rollback_bytes`: its copy, which a delta lets grow with each bucket.
     """
 
     worker: int
