@@ -489,14 +489,13 @@ def leave(world: World, link: Link, told: Fault | None) -> World:
     assert me is not None
     assert me.state is not None
     last = rank.farewell(rank.ended(me.state, told, lost=world.runs[number].core is None))
-    drops = me.state.worker_late or (last is None and me.state.go is not None)
     if last is not None:
         world = send(world, link, last)
     if world.runs[number].is_over:  # nothing is left for it to do
         return kill(world, link, keep=True)
-    if drops:
+    if me.state.worker_late:
         world = send(world, link, "end")
-    return with_rank(world, link, me.rested("" if drops else me.link))
+    return with_rank(world, link, me.rested("" if me.state.worker_late else me.link))
 
 
 def kill(world: World, link: Link, *, keep: bool) -> World:

@@ -171,13 +171,10 @@ def ended(state: RankState, told: Fault | None, *, lost: bool) -> RankState:
 
 
 def farewell(state: RankState) -> Grant | None:
-    """The last message to the worker: the coordinator's word on the attempt.
-
-    Without it the connection ends, once there was Go, and the worker goes back by itself if it has not voted.
-    """
+    """The last message to the worker. While the decision is in doubt one that voted is told nothing, and stays closed."""
     if state.loads and state.is_committed:
         return _grant(state, new=True)
-    return _grant(state, new=False) if state.go is not None and state.ending in ("stopped", "committed") else None
+    return _grant(state, new=False) if state.go is not None and not state.in_doubt else None
 
 
 def is_vague(state: RankState, fault: Fault) -> bool:

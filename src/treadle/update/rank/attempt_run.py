@@ -395,5 +395,5 @@ class AttemptRun:
                     self.worker.send(message)
                     self.worker.await_answers(FAREWELL_S if waits else 0.0)
         finally:  # whatever breaks in: an answer to this attempt must not be taken for one to the next
-            if self.worker.is_answering or (message is None and self.epoch):
+            if self.worker.is_answering:
                 self.worker.drop()  # the worker goes back when its connection ends
