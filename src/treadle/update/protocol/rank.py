@@ -171,7 +171,7 @@ def ended(state: RankState, told: Fault | None, *, lost: bool) -> RankState:
 
 
 def farewell(state: RankState) -> Grant | None:
-    """The last message to the worker. While the decision is in doubt one that voted is told nothing, and stays closed."""
+    """The last message to the worker. One that voted is told nothing while the decision is in doubt."""
     if state.loads and state.is_committed:
         return _grant(state, new=True)
     return _grant(state, new=False) if state.go is not None and not state.in_doubt else None
