@@ -18,7 +18,7 @@ import msgspec
 from treadle.weights.tensor_boxes import Piece, Tensor
 from treadle.weights.update_plan import Item, Take
 
-PROTOCOL = 11
+PROTOCOL = 12
 
 MOST_PLANS = 8
 """How many plans a worker keeps; it drops the oldest."""
@@ -169,6 +169,7 @@ class Status(Message, frozen=True):
     `replica` is the number of the first worker of its engine. `staged` is the attempt that it has voted for, 0 if none.
     `stamp_ns` is the time of this status by the worker's clock, `term` the last coordinator of its log that it heard.
     `base` is the plan whose boxes the worker keeps a copy of as they are served; empty where it has none.
+    `layout` is the number of the layout that it wants, which is another one after its engine has changed it.
     """
 
     worker: int
@@ -190,6 +191,7 @@ class Status(Message, frozen=True):
     stamp_ns: int = 0
     term: int = 0
     base: str = ""
+    layout: int = 0
 
 
 class Welcome(Message, frozen=True):
