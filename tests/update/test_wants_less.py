@@ -1,4 +1,4 @@
-"""An engine that wants other boxes after a load than before it, as vLLM's workers do once it is known what they read."""
+"""An engine that wants other boxes once it was loaded, as a worker of vLLM does."""
 
 from __future__ import annotations
 
