@@ -326,10 +326,10 @@ def answers_late(updater: Updater, rank: int, have: Holding) -> list[str]:
     worker = updater.context.worker
     ask = worker.layout
 
-    def late(deadline_s: float) -> Any:
+    def late(number: int, deadline_s: float) -> Any:
         worker.layout = ask  # type: ignore[method-assign]
         with in_vain():
-            return ask(deadline_s)
+            return ask(number, deadline_s)
 
     if rank:
         worker.layout = late  # type: ignore[method-assign]

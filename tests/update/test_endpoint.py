@@ -255,5 +255,5 @@ def test_an_answer_of_another_attempt_is_not_taken(place: Path, monkeypatch: pyt
         rank.connect(0, PATIENT_S)
         assert rank._link is not link
         assert not rank.is_answering
-        assert rank.layout(PATIENT_S) == endpoint.worker.adapter.layout()
+        assert rank.layout(0, PATIENT_S) == endpoint.worker.adapter.layout()
         rank.drop()

@@ -41,9 +41,12 @@ from tests.support.update.vllm import (
     seed_of,
     update,
     update_from_parts,
+    update_targeted,
 )
 from tests.support.update.workers import Trouble
 from treadle.update.protocol.update_messages import Close
+from treadle.update.rank.checkpoint import described
+from treadle.weights.tensor_boxes import Box
 
 LONG = 3500
 DTYPES = {"dense": torch.float32, "moe": torch.bfloat16}
@@ -138,6 +141,29 @@ def test_tokens_are_those_of_a_fresh_load_three_times(dense: Served) -> None:
         dense.models.right({"version": version, "tokens": tokens}, version)
     assert watcher.closed
     assert not watcher.died
+
+
+def test_each_worker_is_brought_what_its_loaders_read(dense: Served) -> None:
+    """Of all matrices a half, of which fused ones (qkv, gate and up) are made, too; of vectors all."""
+    shapes = {tensor.name: tensor.shape for tensor in described(dense.models.checkpoints[0])}
+    first, last = dense.version + 1, dense.version + 3
+    told = check(run_ranks(2, update_targeted, *dense.args, list(range(first, last + 1))))
+    dense.version = last
+    dense.serves(last)
+    for rank, updates in enumerate(told):
+        moved, wants = updates[-1]
+        assert wants == {name: half(name, shape, rank) for name, shape in shapes.items()}
+        assert moved == sum(4 * half(name, shape, 0).num_elements * 2 for name, shape in shapes.items())
+
+
+def half(name: str, shape: tuple[int, ...], rank: int) -> Box:
+    if len(shape) == 1:
+        return Box.whole(shape)
+    dim = int("o_proj" in name or "down_proj" in name)
+    size = shape[dim] // 2
+    start, stop = [0, 0], list(shape)
+    start[dim], stop[dim] = rank * size, (rank + 1) * size
+    return Box(tuple(start), tuple(stop))
 
 
 def test_all_tensors_move_where_only_one_is_said_to_have_changed(dense: Served) -> None:

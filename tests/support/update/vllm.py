@@ -24,6 +24,7 @@ from typing import Any, Self
 import torch
 
 from tests.support.paths import ROOT
+from tests.support.patience import PATIENT_S
 from tests.support.update.crashes import arm
 from tests.support.update.faults import Case, Report
 from tests.support.watching import Watching
@@ -31,6 +32,7 @@ from treadle.update import Source, UpdateError, UpdateOptions, Updater
 from treadle.update.protocol.update_messages import Close
 from treadle.update.rank.checkpoint import read_checkpoint
 from treadle.weights.buffer_sizes import Memory
+from treadle.weights.tensor_boxes import Box
 
 SMALL = Memory(1 << 20, target_bytes=1 << 16, least_bytes=1 << 14)
 NUM_SEEDS = 3
@@ -203,6 +205,20 @@ def update(
         for version in versions:
             source = read_checkpoint(checkpoints[seed_of(version)], rank, world)
             made.append(updater.update(source, version).version)
+        return made
+
+
+def update_targeted(
+    rank: int, places: tuple[Path, Path], checkpoints: list[Path], world: int, versions: list[int]
+) -> list[tuple[int, dict[str, Box]]]:
+    """Bring these versions; of each, the bytes moved to all workers, and what this rank's worker wants of the next."""
+    with Updater(places[0], ledger=places[1], options=UpdateOptions(SMALL, transfer="targeted")) as updater:
+        made = []
+        for version in versions:
+            done = updater.update(read_checkpoint(checkpoints[seed_of(version)], rank, world), version)
+            worker = updater.context.worker
+            wants = worker.layout(worker.settled_in(PATIENT_S).layout, PATIENT_S)
+            made.append((done.size_bytes, {piece.tensor: piece.box for piece in wants.pieces}))
         return made
 
 

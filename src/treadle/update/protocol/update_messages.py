@@ -17,7 +17,7 @@ import msgspec
 from treadle.weights.tensor_boxes import Piece, Tensor
 from treadle.weights.update_plan import Item, Take
 
-PROTOCOL = 12
+PROTOCOL = 13
 
 MOST_PLANS = 8
 """How many plans a worker keeps; it drops the oldest."""
@@ -177,7 +177,8 @@ class Status(Message, frozen=True):
     (`holds_slot`); where this process does not, `before` is the pid of the one that does. `replica` is the number of
     the first worker of its engine. `stamp_ns` is the time of this status by the worker's clock, `term` the last
     coordinator of its log that it heard. `plans` are those that it has, `base` the one whose boxes it keeps a copy of
-    as they are served; empty where it has none. `rollback_bytes`: its copy, which a delta lets grow with each bucket.
+    as they are served; empty where it has none. `layout` numbers the layout that it wants, which its engine may change
+    when a load is finished. `rollback_bytes`: its copy, which a delta lets grow with each bucket.
     """
 
     worker: int
@@ -199,6 +200,7 @@ class Status(Message, frozen=True):
     stamp_ns: int = 0
     term: int = 0
     base: str = ""
+    layout: int = 0
     can_export: bool = False
     plans: tuple[str, ...] = ()
     rollback_bytes: int = 0

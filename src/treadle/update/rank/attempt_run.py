@@ -197,7 +197,8 @@ class AttemptRun:
         if not self._status.holds_slot and self.options.least is not None:
             text = f"process {self._status.before} was this worker before, and has neither ended nor closed"
             raise WorkerRefusedError(Refused("taken", text))
-        self._wants, self._wants_digest = self.worker.layout(deadline_s), self.worker.layout_digest
+        self._wants = self.worker.layout(self._status.layout, deadline_s)
+        self._wants_digest = self.worker.layout_digest
 
     @property
     def _number(self) -> int | None:

@@ -58,6 +58,7 @@ class WorkerClient:
         self._mapped: tuple[Buffer, ...] = ()
         self._layout: WeightLayout | None = None
         self._layout_digest = NO_LAYOUT
+        self._layout_number = 0
 
     @property
     def name(self) -> str:
@@ -182,12 +183,12 @@ class WorkerClient:
         except (PeerGoneError, TimeoutError):
             self.drop()
 
-    def layout(self, deadline_s: float) -> WeightLayout:
-        """The layout that the worker wants, asked once for each connection. Raises WireError for an invalid one."""
-        if self._layout is None:
+    def layout(self, number: int, deadline_s: float) -> WeightLayout:
+        """The worker's layout of that number, asked once for each connection. Raises WireError for an invalid one."""
+        if self._layout is None or number != self._layout_number:
             wants = self.ask(Describe(wants=True), WeightLayout, deadline_s)
             check_layout(wants)
-            self._layout, self._layout_digest = wants, layout_digest(wants)
+            self._layout, self._layout_digest, self._layout_number = wants, layout_digest(wants), number
         return self._layout
 
     @property

@@ -37,6 +37,7 @@ from treadle.update.protocol.update_messages import (
     State,
     Status,
     TakePlan,
+    WeightLayout,
 )
 from treadle.update.protocol.worker_decisions import Act, Content, MessageRefusedError, Moves, WorkerState
 from treadle.update.worker.adapter import Adapter
@@ -70,6 +71,11 @@ class Worker:
         self._assembly = Assembly()
         self._wanted: dict[str, list[Box]] = {}
         """By tensor the boxes that an engine needs whole."""
+        self._layout = WeightLayout((), ())
+        self._num_layouts = 0
+        """How often the engine has changed the layout that it wants, which it does when it finishes a load."""
+        self._wanted_before: dict[str, list[Box]] = {}
+        """The same of the version that is served: an engine may want other boxes of the next one."""
         self._rollback = RollbackCopy(adapter, spill)
         self._buffers: list[Buffer] = []
         self._one = threading.Lock()
@@ -125,6 +131,7 @@ class Worker:
             can_export=self.adapter.can_export,
             plans=tuple(self.plans),
             rollback_bytes=self._rollback.size_bytes,
+            layout=self._num_layouts,
         )
 
     def handle(self, message: Any) -> FromWorker:
@@ -259,6 +266,7 @@ class Worker:
             if refusal is not None:
                 raise MessageRefusedError("memory", refusal)
             self._loaded, self._assembly = set(), Assembly()
+            self._layout = layout
             self._wanted = boxes_by_name(layout.pieces) if self.adapter.whole else {}
             # The engine serves until here: closing comes last.
             self._make((moves, loading), lambda: self.adapter.close(message.close, message.drain_s))
@@ -340,7 +348,7 @@ class Worker:
                 raise MessageRefusedError(
                     "order", f"buckets {sorted(missing)} and parts of {self._assembly.missing} did not come"
                 )
-            self._do(self.adapter.finish())
+            self._finish_load()
             self.now = staged
         return self.status
 
@@ -366,6 +374,7 @@ class Worker:
 
     def _open_new(self, serving: WorkerState) -> str | None:
         self._rollback.commit()
+        self._wanted_before = self._wanted
         return self._open(serving)
 
     def _open(self, serving: WorkerState) -> str | None:
@@ -375,13 +384,19 @@ class Worker:
     def _restore(self) -> str | None:
         self._do(self.adapter.abort())
         self._do(self.adapter.begin())
-        self._assembly = Assembly()
+        self._assembly, self._wanted = Assembly(), self._wanted_before
         for arrivals in self._rollback.arrivals():
             self._do(self._take(arrivals))
-        self._do(self.adapter.finish())
+        self._finish_load()
         self._do(self.adapter.invalidate())
         self.rollbacks += 1
         return None
+
+    def _finish_load(self) -> None:
+        error, layout = self.adapter.finish(), self.adapter.layout()
+        if layout != self._layout:
+            self._layout, self._num_layouts = layout, self._num_layouts + 1
+        self._do(error)
 
     def _do(self, error: str | None) -> None:
         if error is not None:

@@ -3,6 +3,10 @@
 vLLM holds the tensors it is given until their layer is complete, then processes them into the memory that kernels use.
 So it is given copies: buffers are reused. A reload that has begun is always finalized, whatever came: vLLM fails if
 another begins on top of a torn one.
+
+Each rank's loaders cut the tensors of the checkpoint. What they read of them is noted in every reload, and from the
+first one on the worker wants no more than that: its copies are as large as the tensors, and filled as far as they are
+read. A reload that reads anything else fails, and the next update brings that, too.
 """
 
 from __future__ import annotations
@@ -11,11 +15,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
 
 from treadle.dist.streams import streams_of
 from treadle.update.adapters.vllm.engine_messages import Forget, LeaseEnd, Serve, Shut
 from treadle.update.adapters.vllm.line import Line
+from treadle.update.adapters.vllm.weight_reads import WeightReads
 from treadle.update.protocol.update_messages import WeightLayout
 from treadle.update.worker.arrived_boxes import Arrival, Leaving
 from treadle.weights.tensor_boxes import Box, Piece, Tensor
@@ -24,7 +30,7 @@ ANSWER_S = 30.0
 
 
 class Vllm:
-    """Takes every tensor of the checkpoint whole: vLLM's loaders cut them for the rank."""
+    """Takes what the loaders read of each tensor of the checkpoint; the first time all of it."""
 
     can_export = False
     whole = True
@@ -32,14 +38,18 @@ class Vllm:
     def __init__(self, model: Any, config: Any, tensors: Sequence[Tensor], line: Line) -> None:
         self.model, self.config, self.line = model, config, line
         self.device = next(model.parameters()).device
-        wanted = tuple(Piece(t.name, Box.whole(t.shape)) for t in tensors)
+        self._shapes = {tensor.name: tensor.shape for tensor in tensors}
+        wanted = tuple(Piece(name, Box.whole(shape)) for name, shape in self._shapes.items())
         self._layout = WeightLayout(tuple(tensors), wanted, copies=int(streams_of(self.device) is not None))
         self._lease_line: Line | None = None
         self._reloading = False
+        self._reads = WeightReads()
         self._came: set[str] = set()
+        self._needed = set(self._shapes)
+        """Tensors without which a layer stays incomplete: all, until it is known which are read."""
 
     def layout(self) -> WeightLayout:
-        """All tensors of the checkpoint."""
+        """Return what the reloads so far have read; before the first one all."""
         return self._layout
 
     def close(self, how: str, deadline_s: float) -> str | None:
@@ -60,6 +70,7 @@ class Vllm:
             self._reloading = True
             initialize_layerwise_reload(self.model)
         self._came.clear()
+        self._reads.begin()
         return None
 
     def load(self, arrivals: Sequence[Arrival]) -> str | None:
@@ -68,10 +79,12 @@ class Vllm:
             return "no reload has begun"
         named = []
         for arrival in arrivals:
-            own = torch.empty(arrival.box.shape, dtype=arrival.tensor.dtype, device=self.device)
-            arrival.copy_into(own)
+            shape = self._shapes[arrival.name]
+            own = torch.empty(shape, dtype=arrival.tensor.dtype, device=self.device)
+            arrival.copy_into(own[arrival.box.slices(Box.whole(shape))])
+            self._reads.give(arrival.name, own, arrival.box)
             named.append((arrival.name, own))
-        with self._current():
+        with self._current(), self._reads:
             self.model.load_weights(named)
         self._came.update(name for name, _ in named)
         return None
@@ -80,11 +93,15 @@ class Vllm:
         """Finalize the reload. Fails where tensors are missing: vLLM would take their layer for a padded one."""
         if not self._reloading:
             return None
-        num, came = len(self._layout.tensors), len(self._came)
+        missing = self._needed - self._came
         self._finalize()
-        if came < num:
-            return f"vLLM reloads whole layers, and {came} of {num} tensors came"
-        return None
+        if missing:
+            num = len(self._needed)
+            return f"vLLM reloads whole layers, and {num - len(missing)} of {num} tensors came"
+        self._reads.keep_whole()
+        self._want_what_was_read()
+        outside = self._reads.outside
+        return f"vLLM read {outside}; the next update brings that, too" if outside else None
 
     def invalidate(self) -> str | None:
         """Reset the engine's caches. Otherwise tokens are wrong wherever a prefix is found in the cache."""
@@ -116,8 +133,16 @@ class Vllm:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         self._reloading = False
-        with self._current():
+        with self._current(), self._reads:
             finalize_layerwise_reload(self.model, self.config.model_config)
+
+    def _want_what_was_read(self) -> None:
+        """Want what complete reloads have read."""
+        boxes = self._reads.boxes
+        self._needed = set(boxes)
+        pieces = tuple(Piece(name, boxes[name]) for name in self._shapes if name in boxes)
+        if pieces != self._layout.pieces:
+            self._layout = msgspec.structs.replace(self._layout, pieces=pieces)
 
     @contextmanager
     def _current(self) -> Iterator[None]:
