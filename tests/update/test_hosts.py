@@ -345,14 +345,14 @@ def test_a_rank_for_which_there_is_no_place_is_told_so(place: Path) -> None:
     coordinator = Coordinator(listener, CommitLog(place / "ledger"), 2, UpdateOptions(deadline_s=PATIENT_S, drain_s=0))
     callers = []
     try:
-        for rank, world in ((1, 2), (1, 2), (-1, 2), (0, 3)):
+        for rank, world, role in ((1, 2, "join"), (1, 2, "join"), (-1, 2, "join"), (0, 3, "join"), (0, 2, "update")):
             calls: Link[Any] = Link(connect(place / "c.sock"), FromCoordinator)
-            calls.send(Hello(PROTOCOL, "join", rank, world, os.getpid(), "here"))
+            calls.send(Hello(PROTOCOL, role, rank, world, os.getpid(), "here"))  # type: ignore[arg-type]
             callers.append(calls)
             if len(callers) == 1:
                 assert calls.receive(PATIENT_S) == Proceed(0, "enter")
             else:
-                why = f"no place for update rank {rank} of 2" if world == 2 else "and world 2, got Hello"
+                why = f"no place for update rank {rank} of 2" if (world, role) == (2, "join") else "world 2, got Hello"
                 with pytest.raises(RefusedError, match=why):
                     calls.receive(PATIENT_S)
     finally:

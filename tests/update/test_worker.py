@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.update.engines import Noting, begin, plan_of, served
-from treadle.update.protocol.update_messages import Begin, Grant, Status
+from treadle.update import UpdateOptions
+from treadle.update.protocol import rank
+from treadle.update.protocol.control import Phase
+from treadle.update.protocol.update_messages import Begin, Grant, Move, Refused, Status
 from treadle.update.worker.worker import Worker
+from treadle.wire.errors import WireError
 
 
 def begins(worker: Worker, message: Begin) -> bool:
@@ -60,3 +66,20 @@ def test_buffers_go_with_the_update_rank_unless_another_took_over() -> None:
     assert len(worker._buffers) == 1
     worker.release()
     assert worker._buffers == []
+
+
+def test_a_bucket_of_another_plan_than_the_attempt_began_with_is_refused() -> None:
+    engine = Noting()
+    worker, plan = served(engine)
+    assert begins(worker, begin(2, 2, plan))
+    told = worker.handle(Move(2, "other", 0, 0, out=False, checked=False))
+    assert told == Refused("order", f"the attempt began with plan {plan.digest}, not other", 2)
+
+
+@pytest.mark.parametrize(
+    ("phase", "state", "expected"), [("begin", "serving", "loading"), ("finish", "loading", "staged")]
+)
+def test_a_worker_that_has_not_done_what_it_was_asked_gives_no_vote(phase: Phase, state: str, expected: str) -> None:
+    status = Status(0, 1, state, 1, 3, 0)  # type: ignore[arg-type]
+    with pytest.raises(WireError, match=f"it is {state} where {expected} was expected"):
+        rank.answered(rank.RankState(0, UpdateOptions(), phase, 3), status)

@@ -322,12 +322,22 @@ def malformed(chance: random.Random) -> bytes:
         return framed(msgspec.msgpack.encode({"type": chance.choice(["eval", "hallo", "", 3]), "protocol": PROTOCOL}))
     if kind == 5:
         return framed(
-            msgspec.msgpack.encode(chance.choice([Describe(), Ask(b"x"), Move(1, "p", 0, 0, out=False, checked=False)]))
+            msgspec.msgpack.encode(
+                chance.choice(
+                    [Describe(), Ask(b"x"), Hello(PROTOCOL, "join"), Move(1, "p", 0, 0, out=False, checked=False)]
+                )
+            )
         )
     if kind == 6:
         return framed(b"\x91" * chance.randrange(1, 2000))
     return framed(
-        msgspec.msgpack.encode({"type": "hello", "protocol": chance.choice([0, PROTOCOL + 1, "1", -1]), "role": "ask"})
+        msgspec.msgpack.encode(
+            {
+                "type": "hello",
+                "protocol": chance.choice([0, PROTOCOL + 1, "1", -1]),
+                "role": chance.choice(["ask", "join"]),
+            }
+        )
     )
 
 

@@ -332,7 +332,7 @@ class AttemptRun:
     def fail(self, error: BaseException) -> UpdateError:
         """End the attempt early: find out why, tell the worker if the outcome is known, and return what to raise.
 
-        After the vote only the coordinator knows the outcome; without its word the worker stays prepared and closed.
+        After the vote only the coordinator knows the outcome; without its word the worker stays staged and closed.
         """
         try:
             known = self.explain(error)
