@@ -83,7 +83,7 @@ class WorkerState:
 
 
 @dataclass(frozen=True)
-class Move:
+class EngineMove:
     """One step of the engine, and the states that its success and its failure lead to."""
 
     act: Act
@@ -91,7 +91,7 @@ class Move:
     failed: WorkerState
 
 
-Moves: TypeAlias = tuple[list[Move], WorkerState]
+Moves: TypeAlias = tuple[list[EngineMove], WorkerState]
 """The moves, and the state after all of them."""
 
 
@@ -109,7 +109,7 @@ def grant(state: WorkerState, message: Grant, *, can_restore: bool) -> Moves:
             f"worker {state.worker} belongs to another log, {state.bound}, this one is {message.log}; use the log that "
             "its version was committed by, or take it over (takeover=True, --takeover) if that log is lost",
         )
-    moves: list[Move] = []
+    moves: list[EngineMove] = []
     begun = state.begun
     if state.state == "staged" and begun is not None and begun.log == message.log and state.epoch in message.epochs:
         moves, state = _open_new(state, begun)
@@ -121,7 +121,7 @@ def grant(state: WorkerState, message: Grant, *, can_restore: bool) -> Moves:
             moves, state = _then(moves, *_reopen(state))
     else:  # close even an unknown version: an engine may have been open before its endpoint was
         closed = replace(state, state="lapsed")
-        moves, state = _then(moves, [Move("close", closed, state)], closed)
+        moves, state = _then(moves, [EngineMove("close", closed, state)], closed)
     return moves, replace(state, epoch=message.epoch, attempt=message.log)
 
 
@@ -149,14 +149,14 @@ def begin(state: WorkerState, message: Begin) -> Moves:
         raise MessageRefusedError("order", f"worker {state.worker} serves no version that a part could be added to")
     served = state.state == "serving"
     loading = replace(state, state="loading", epoch=message.epoch, begun=message, served=served, touched=False)
-    return [Move("close", loading, state), Move("begin", loading, loading)], loading
+    return [EngineMove("close", loading, state), EngineMove("begin", loading, loading)], loading
 
 
 def load(state: WorkerState, epoch: int) -> Moves:
     """Load a bucket. From the first one on, the version held is torn."""
     _during(state, epoch, "loading")
     touched = replace(state, touched=True)
-    return [Move("load", touched, touched)], touched
+    return [EngineMove("load", touched, touched)], touched
 
 
 def finish(state: WorkerState, message: Finish) -> Moves:
@@ -165,7 +165,7 @@ def finish(state: WorkerState, message: Finish) -> Moves:
     if state.state == "staged":
         return [], state
     staged = replace(state, state="staged")
-    return [Move("finish", staged, state)], staged
+    return [EngineMove("finish", staged, state)], staged
 
 
 def release(state: WorkerState, *, can_restore: bool) -> Moves:
@@ -181,7 +181,7 @@ def retire(state: WorkerState) -> Moves:
     if state.state != "serving":
         return [], gone
     closed = replace(gone, state="lapsed")
-    return [Move("close", closed, gone)], closed
+    return [EngineMove("close", closed, gone)], closed
 
 
 # ---- moves -----------------------------------------------------------------------------------------------------------
@@ -191,12 +191,12 @@ def _open_new(state: WorkerState, begun: Begin) -> Moves:
     lost = replace(state, state="lapsed", held=None, begun=None)
     held = Content(begun.log, begun.version, begun.epoch)
     serving = replace(state, state="serving", held=held, log=begun.log, begun=None)
-    return [Move("invalidate", state, state), Move("open", serving, lost)], serving
+    return [EngineMove("invalidate", state, state), EngineMove("open", serving, lost)], serving
 
 
 def _reopen(state: WorkerState) -> Moves:
     serving = replace(state, state="serving")
-    return [Move("reopen", serving, replace(state, state="lapsed", held=None))], serving
+    return [EngineMove("reopen", serving, replace(state, state="lapsed", held=None))], serving
 
 
 def _back(state: WorkerState, *, can_restore: bool, reopen: bool) -> Moves:
@@ -204,12 +204,12 @@ def _back(state: WorkerState, *, can_restore: bool, reopen: bool) -> Moves:
     kept = replace(state, state="lapsed", begun=None)
     lost = replace(kept, held=None)
     if state.held is None or (state.touched and not (state.served and can_restore)):
-        return [Move("abort", lost, lost)], lost
-    moves = [Move("restore" if state.touched else "abort", kept, lost)]
+        return [EngineMove("abort", lost, lost)], lost
+    moves = [EngineMove("restore" if state.touched else "abort", kept, lost)]
     return _then(moves, *_reopen(kept)) if reopen and state.served else (moves, kept)
 
 
-def _then(moves: list[Move], more: list[Move], state: WorkerState) -> Moves:
+def _then(moves: list[EngineMove], more: list[EngineMove], state: WorkerState) -> Moves:
     return [*moves, *more], state
 
 
