@@ -45,7 +45,7 @@ def missing_base(
     if status.state != "serving":
         return MissingBase.HELD
     kept = status.base == shares.digest and context.options.rollback != "none"
-    return MissingBase.NOTHING if context.worker.can_export or kept else MissingBase.KEPT
+    return MissingBase.NOTHING if status.can_export or kept else MissingBase.KEPT
 
 
 def gather_missing(context: RankContext, group: int, own: MissingBase) -> dict[int, MissingBase]:

@@ -46,7 +46,6 @@ class WorkerClient:
 
     def __init__(self, directory: Path, worker: int, inbox: Inbox, lost: Callable[[str, str], None]) -> None:
         self.path, self.worker, self.inbox = worker_path(directory, worker), worker, inbox
-        self.can_export = False
         self._lost = lost
         self._losing = threading.Lock()
         self._link: Link[FromWorker] | None = None
@@ -86,7 +85,7 @@ class WorkerClient:
                 if time.monotonic() + PAUSE_S > until:
                     raise self._missed(f"no welcome at {self.path}: {error} ({turned_away} times)") from error
                 time.sleep(PAUSE_S)
-        self._link, self.can_export, self._plans = link, status.can_export, status.plans
+        self._link, self._plans = link, status.plans
         self._mapped, self._layout, self._layout_digest, self._owed = (), None, NO_LAYOUT, 0
         read_into(self.inbox, "worker", link, _heed_end, lambda text: self._gone(link, text))
 
