@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treadle.folding.folding import Folded
-from treadle.folding.step_tail import Meeting
+from treadle.folding.step_tail import OpMeeting
 from treadle.ir.program import Bools, Ints, Longs
 from treadle.ir.trace import Trace
 from treadle.simulator.path import PathSummary, Visits, path_to, summarize_visits
@@ -71,7 +71,7 @@ def _cause(folded: Folded, tip: _Tip) -> _Tip | None:
     return None
 
 
-def _rows(found: Bools, meeting: Meeting, own: int) -> Longs:
+def _rows(found: Bools, meeting: OpMeeting, own: int) -> Longs:
     """Return the rows that an op may have waited for, its own first."""
     rows: Longs = np.flatnonzero(found)
     rows = rows[np.argsort(rows != own, kind="stable")]

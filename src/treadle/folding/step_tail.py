@@ -30,7 +30,7 @@ class TailTimes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Meeting:
+class OpMeeting:
     """Ops of the tail that run together; if `shared`, they run together over all rows as well."""
 
     ops: tuple[int, ...]
@@ -51,7 +51,7 @@ class StepTail:
     ticks: Longs
     body: Ints
     inside: tuple[tuple[int, ...], ...]
-    meetings: tuple[Meeting, ...]
+    meetings: tuple[OpMeeting, ...]
 
     @classmethod
     def of(cls, program: Program, costs: Costs) -> StepTail:
@@ -165,7 +165,7 @@ def _waits(program: Program, op: int) -> list[int]:
     return [op for op in wanted if op >= 0] + ([] if opens else [op - 1])
 
 
-def _meetings(program: Program, ops: Longs) -> list[Meeting]:
+def _meetings(program: Program, ops: Longs) -> list[OpMeeting]:
     """Ops on shared lanes run together by group and place, as `treadle.passes.mesh.spread` joins them."""
     together: dict[tuple[int, int, int], list[int]] = {}
     for i, op in enumerate(ops.tolist()):
@@ -175,13 +175,13 @@ def _meetings(program: Program, ops: Longs) -> list[Meeting]:
         shared = kind in _SHARED
         key = (kind, group if group >= 0 else -1 - lane, place) if shared else (-1, i, 0)
         together.setdefault(key, []).append(i)
-    return [Meeting(tuple(members), shared=key[0] >= 0) for key, members in together.items()]
+    return [OpMeeting(tuple(members), shared=key[0] >= 0) for key, members in together.items()]
 
 
-def _in_order(meetings: list[Meeting], inside: tuple[tuple[int, ...], ...]) -> tuple[Meeting, ...]:
+def _in_order(meetings: list[OpMeeting], inside: tuple[tuple[int, ...], ...]) -> tuple[OpMeeting, ...]:
     """Sort meetings so that each comes after those it waits for."""
     done: set[int] = set()
-    ordered: list[Meeting] = []
+    ordered: list[OpMeeting] = []
     left = meetings
     while left:
         free = [meeting for meeting in left if all(done.issuperset(inside[i]) for i in meeting.ops)]
