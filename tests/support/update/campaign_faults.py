@@ -180,11 +180,14 @@ ACTS: dict[str, Callable[[World, Draw], None]] = {
 
 
 def _gone(world: World, one: Draw) -> None:
-    """A worker and its rank are lost for good, or a host whose worker serves on as long as it may: others go on."""
-    number = one.number
+    """A worker and its rank are lost for good, or a host whose worker serves on as long as it may: others go on.
+
+    Without leases it may do so for ever, so that the worker is ended and those that are left are taken over.
+    """
+    number, endless = one.number, world.options.lease_s is None
 
     def lose() -> None:
-        if one.whom == "worker":
+        if one.whom == "worker" or endless:
             world.workers.processes[number].kill()
             world.workers.processes[number].join()
         if world.setup.agents:
@@ -197,9 +200,11 @@ def _gone(world: World, one: Draw) -> None:
 
     _amid(world, one, lose)
     world.outcomes()
+    if endless:
+        world.restart_ranks(takeover=True)
     _retry(world, one)
     world.away.clear()
-    if not world.setup.agents:
+    if endless or not world.setup.agents:
         world.fleet.kill_callers()
 
 

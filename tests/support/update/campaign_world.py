@@ -31,6 +31,9 @@ ENDS_S = 60.0
 SERVES_S = 60.0
 """Within so long after an update that succeeded every worker serves."""
 
+MOST_FIRST = 10
+"""Tries to bring a first version, before any fault."""
+
 
 class ViolationError(Exception):
     """Something is not as it is promised."""
@@ -98,26 +101,28 @@ class World:
         self.watchers = [LogWatcher(*places, worker, right) for worker in setup.workers]
         self.fleet = self.new_fleet()
         self.start_ranks()
+        while errors := self.update(options):
+            if self.version > MOST_FIRST:
+                raise RuntimeError(f"no first version is brought: {errors}")
 
     # ---- ranks and agents --------------------------------------------------------------------------------------------
 
     def new_fleet(self) -> AgentFleet:
         fleet = AgentFleet(self.workers, self.setup.make, self.options)
-        key = self._key if self.link is not None else None
         num = self.setup.callers
-        fleet.how = replace(fleet.how, link=self.link, key=key, num=num, port=free_port())
+        fleet.how = replace(fleet.how, link=self.link, key=self._key, num=num, port=free_port())
         return fleet
 
-    def start_ranks(self, fleet: AgentFleet | None = None, **how: Any) -> None:
+    def start_ranks(self, fleet: AgentFleet | None = None, *, takeover: bool = False) -> None:
         """Start the ranks that call, and agents that are not there, for all workers that are not away."""
         fleet = fleet if fleet is not None else self.fleet
         speaks = tuple(worker for worker in self.setup.workers if worker not in self.away)
         if self.setup.agents:
             self.start_agents(fleet)
-            fleet.call(self.setup.callers, agents=len(speaks), **how)
+            fleet.call(self.setup.callers, agents=len(speaks), takeover=takeover)
         else:
             fleet.how = replace(fleet.how, port=free_port())
-            fleet.call(len(speaks), speaks=speaks, **how)
+            fleet.call(len(speaks), speaks=speaks, takeover=takeover)
 
     def start_agents(self, fleet: AgentFleet | None = None) -> None:
         fleet = fleet if fleet is not None else self.fleet
@@ -125,9 +130,9 @@ class World:
             if worker not in self.away and (worker not in fleet.agents or not fleet.agents[worker].is_alive()):
                 fleet.start_agent(worker)
 
-    def restart_ranks(self, **how: Any) -> None:
+    def restart_ranks(self, *, takeover: bool = False) -> None:
         self.fleet.kill_callers()
-        self.start_ranks(**how)
+        self.start_ranks(takeover=takeover)
 
     def processes(self, whom: str, number: int) -> list[ForkServerProcess]:
         """Those that a fault is for: `number` says which."""
