@@ -51,7 +51,7 @@ class TargetedLoop(BucketLoop):
                 if out is not None:
                     at = self._pack(fill, out, sent)
                     sent += 1
-                if self._delta_bytes is not None:
+                if self.delta_bytes is not None:
                     self._exchange_sizes(out, into)
                 if out == into:
                     assert out is not None
@@ -113,10 +113,10 @@ class TargetedLoop(BucketLoop):
 
     def _exchange_sizes(self, out: int | None, into: int | None) -> None:
         """Send and receive the sizes of changed elements, before these."""
-        assert self._delta_bytes is not None
+        assert self.delta_bytes is not None
         goes = comes = None
         if out is not None:
-            self._sizes[out] = self._delta_bytes(out)
+            self._sizes[out] = self.delta_bytes(out)
             goes = torch.tensor([self._sizes[out]], dtype=torch.int64, device=self.device)
         if out == into:
             return
