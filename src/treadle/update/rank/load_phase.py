@@ -72,7 +72,7 @@ class Loading:
         Return digests of the pieces that this rank shares with others, where no rank sees another's elements.
         """
         plan, rank = self.shares.plan, self.context.rank
-        seen = plan.buckets if not plan.is_targeted else [b for b in plan.buckets if rank in (b.source, b.dest)]
+        seen = plan.buckets if not plan.is_targeted else [b for b in plan.buckets if rank in (b.source, *b.dests)]
         total, done = sum(bucket.size_bytes for bucket in seen), 0
 
         def progress(size_bytes: int) -> None:
