@@ -221,9 +221,9 @@ def limit_of(plan: UpdatePlan) -> float:
     """Seconds that the slowest link needs for what a plan sends over it."""
     out, into = [0] * HOSTS, [0] * HOSTS
     for bucket in plan.buckets:
-        if bucket.source != bucket.dest:
+        if bucket.source not in bucket.dests:
             out[bucket.source] += bucket.size_bytes
-            into[bucket.dest] += bucket.size_bytes
+            into[bucket.dests[0]] += bucket.size_bytes
     return max(*out, *into) / BYTES_A_S
 
 

@@ -60,10 +60,10 @@ def update(
             assert verify_update(trace.program).clean
             assert (trace.end >= trace.start).all()
             kinds = trace.program.kind
-            moved = sum(bucket.source != bucket.dest for bucket in plan.buckets)
+            moved = sum(bucket.source not in bucket.dests for bucket in plan.buckets)
             assert (kinds == OpKind.RECV_BUCKET).sum() == (kinds == OpKind.SEND_BUCKET).sum() == moved
             came = sum(plan.buckets[number].size_bytes for number in done.times.recv)
-            wanted = sum(b.size_bytes for b in plan.buckets if b.dest == rank and b.source != rank)
+            wanted = sum(b.size_bytes for b in plan.buckets if rank in b.dests and b.source != rank)
             found.append((plan.is_targeted, came, wanted))
     return found
 

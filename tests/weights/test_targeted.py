@@ -74,7 +74,7 @@ def check_bytes(plan: UpdatePlan, have: Holding, want: Holding) -> None:
                 if piece.tensor == name:
                     wanted[tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))] = 1
             for bucket in plan.buckets:
-                for item in bucket.items if bucket.dest == taker else ():
+                for item in bucket.items if taker in bucket.dests else ():
                     if item.piece.tensor == name:
                         box = item.piece.box
                         came[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))] += 1
@@ -121,16 +121,16 @@ def test_the_slowest_link_is_nearly_always_busy(have: str, want: str) -> None:
     plan = plan_targeted(HAVE[have], WANT[want], memory)
     out, into = Counter[int](), Counter[int]()
     for bucket in plan.buckets:
-        if bucket.source != bucket.dest:
+        if bucket.source not in bucket.dests:
             out[bucket.source] += bucket.size_bytes
-            into[bucket.dest] += bucket.size_bytes
+            into[bucket.dests[0]] += bucket.size_bytes
     limit_s = max(*out.values(), *into.values()) / 1e6
     assert predicted_s(plan, Rates(broadcast=1e6)) <= 1.15 * limit_s
 
 
 def test_what_is_on_a_device_does_not_leave_it() -> None:
     plan = plan_targeted(replicated(TENSORS, 2), tensor_parallel(TENSORS, 2, lambda name: 0), SMALL)
-    assert all(bucket.source == bucket.dest for bucket in plan.buckets)
+    assert all(bucket.dests == (bucket.source,) for bucket in plan.buckets)
     program = lower_update(stream_of(plan))
     assert verify_update(program).clean
     assert measure_update(simulate_update(program)).moved_bytes == 0
@@ -190,14 +190,14 @@ def test_a_wait_that_is_left_out_is_found_exactly_if_nothing_else_makes_it_wait(
         mine = packed.setdefault(bucket.source, [])
         if len(mine) >= plan.num_h2d:
             pairs.append((mine[-plan.num_h2d], copied))
-        if bucket.source == bucket.dest:
+        if bucket.source in bucket.dests:
             pairs.append((copied, read))
             mine.append(read)
             continue
         sent, got = at[OpKind.SEND_BUCKET, number], at[OpKind.RECV_BUCKET, number]
         pairs += [(copied, sent), (got, read)]
         mine.append(sent)
-        before = came.setdefault(bucket.dest, [])
+        before = came.setdefault(bucket.dests[0], [])
         if len(before) >= plan.num_ipc:
             pairs.append((before[-plan.num_ipc], got))
         before.append(read)

@@ -55,7 +55,7 @@ def stream_of(plan: UpdatePlan) -> Stream:
     if plan.is_targeted:
         num_devices, dest = (
             max(num_devices, plan.num_targets),
-            np.array([bucket.dest for bucket in plan.buckets], np.int32),
+            np.array([bucket.dests[0] for bucket in plan.buckets], np.int32),
         )
         all_of_it = [_taken(plan, number, bucket.all_of_it) for number, bucket in enumerate(plan.buckets)]
         taken = np.array(all_of_it, np.int64).reshape(-1, 1)

@@ -183,4 +183,4 @@ def _bucket(turn: int, source: int, dest: int, bundles: Sequence[Bundle]) -> Buc
         for unit, box in bundle.pieces:
             items.append(Item(Piece(unit.tensor.name, box), offset))
             offset += size_in_bucket(unit.tensor, box)
-    return Bucket(source, turn, tuple(items), offset, dest)
+    return Bucket(source, turn, tuple(items), offset, (dest,))

@@ -29,13 +29,13 @@ class Item:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The pieces that one source copies to its device and sends at once: to all devices, or to `dest` alone."""
+    """The pieces that one source copies to its device and sends at once: to all devices, or to `dests` alone."""
 
     source: int
     round: int
     items: tuple[Item, ...]
     size_bytes: int
-    dest: int = -1
+    dests: tuple[int, ...] = ()
 
     @cached_property
     def all_of_it(self) -> tuple[Take, ...]:
@@ -64,7 +64,7 @@ class UpdatePlan(ShownInNotebooks):
     """Bucket i is broadcast i-th and goes into IPC buffer i % num_ipc; worker w takes `takes[w][i]` from it.
 
     `num_h2d` 0: a source copies straight into the IPC buffer that it will broadcast from. A targeted plan
-    (`num_targets` takers) has no `takes`: the `dest` of a bucket takes all of it. Where ranks do not see the elements
+    (`num_targets` takers) has no `takes`: the `dests` of a bucket take all of it. Where ranks do not see the elements
     of other ranks' buckets, `shared` are the pieces that several ranks have, to be compared by themselves.
     """
 
@@ -88,7 +88,7 @@ class UpdatePlan(ShownInNotebooks):
         if not self.is_targeted:
             return self.takes[worker][bucket]
         moved = self.buckets[bucket]
-        return moved.all_of_it if moved.dest == worker else ()
+        return moved.all_of_it if worker in moved.dests else ()
 
     def digest(self) -> str:
         """The same in any process that holds the same plan; notes are for people and not part of it."""
@@ -98,7 +98,7 @@ class UpdatePlan(ShownInNotebooks):
             tensor = self.tensors[name]
             hashed.update(f"{name!r} {tensor.shape} {tensor.dtype} {tensor.family!r}\n".encode())
         for bucket in self.buckets:
-            hashed.update(f"{bucket.source} {bucket.round} {bucket.dest} {bucket.size_bytes}\n".encode())
+            hashed.update(f"{bucket.source} {bucket.round} {bucket.dests} {bucket.size_bytes}\n".encode())
             for item in bucket.items:
                 hashed.update(f"{item.piece.tensor!r} {item.piece.box} {item.offset_bytes}\n".encode())
         texts: dict[int, str] = {}  # by identity, as workers share tuples, and tuples takes

@@ -75,7 +75,7 @@ class Shares:
             for place, taken in enumerate(distinct):
                 for take in taken[number]:
                     takers[take] = takers.get(take, 0) | 1 << place
-            if bucket.dest >= 0:
+            if bucket.dests:
                 takers = dict.fromkeys(bucket.all_of_it, 1)
             sizes = [self._item_bytes(item) for item in bucket.items]
             made.append(Table(tuple(takers), _grouped(takers, sizes), -(-bucket.size_bytes // _ALIGN) * _ALIGN))

@@ -19,14 +19,14 @@ from treadle.weights.update_plan import UpdatePlan
 
 def steps_of(plan: UpdatePlan, rank: int) -> list[tuple[int | None, int | None]]:
     """What a rank sends and what it receives in each of its steps; one bucket twice where it stays on the device."""
-    steps = matched_steps([b.source for b in plan.buckets], [b.dest for b in plan.buckets])
+    steps = matched_steps([b.source for b in plan.buckets], [b.dests[0] for b in plan.buckets])
     mine: dict[tuple[int, int], list[int | None]] = {}
     for number, (bucket, step) in enumerate(zip(plan.buckets, steps, strict=True)):
-        if bucket.source == bucket.dest == rank:
+        if bucket.source == bucket.dests[0] == rank:
             mine[step, number - len(steps)] = [number, number]  # before what moves in this step
         elif bucket.source == rank:
             mine.setdefault((step, 0), [None, None])[0] = number
-        elif bucket.dest == rank:
+        elif bucket.dests[0] == rank:
             mine.setdefault((step, 0), [None, None])[1] = number
     return [(out, into) for _, (out, into) in sorted(mine.items())]
 
@@ -51,7 +51,7 @@ class TargetedLoop(BucketLoop):
                 if out is not None:
                     at = self._pack(fill, out, sent)
                     sent += 1
-                if self._delta_bytes is not None:
+                if self.delta_bytes is not None:
                     self._exchange_sizes(out, into)
                 if out == into:
                     assert out is not None
@@ -105,7 +105,7 @@ class TargetedLoop(BucketLoop):
         if into is not None:
             works.append(self.group.recv([comes], self.place(buckets[into].source), 0))
         if out is not None:
-            works.append(self.group.send([goes], self.place(buckets[out].dest), 0))
+            works.append(self.group.send([goes], self.place(buckets[out].dests[0]), 0))
         if together:
             works = [self.group._end_coalescing()]
         for work in works:
@@ -113,10 +113,10 @@ class TargetedLoop(BucketLoop):
 
     def _exchange_sizes(self, out: int | None, into: int | None) -> None:
         """Send and receive the sizes of changed elements, before these."""
-        assert self._delta_bytes is not None
+        assert self.delta_bytes is not None
         goes = comes = None
         if out is not None:
-            self._sizes[out] = self._delta_bytes(out)
+            self._sizes[out] = self.delta_bytes(out)
             goes = torch.tensor([self._sizes[out]], dtype=torch.int64, device=self.device)
         if out == into:
             return
