@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.host.free_memory import available_bytes
+from treadle.host.free_memory import available_bytes, unused_bytes
 
 
 def test_the_least_of_host_and_group_counts(tmp_path: Path) -> None:
@@ -26,6 +26,27 @@ def test_the_least_of_host_and_group_counts(tmp_path: Path) -> None:
     assert available_bytes(proc, cgroup) == 270_000
     (cgroup / "memory.current").write_text("600000\n")
     assert available_bytes(proc, cgroup) == 0
+
+
+def test_groups_around_count_of_either_version(tmp_path: Path) -> None:
+    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self" / "cgroup").write_text("9:name=systemd:/\n4:cpu,memory:/pod/box\n0::/user.slice/a.service\n")
+    assert unused_bytes(proc, cgroup) is None
+    own, around = cgroup / "user.slice" / "a.service", cgroup / "user.slice"
+    own.mkdir(parents=True)
+    for group, most, now in ((own, "max", 1000), (around, "9000", 2000)):
+        (group / "memory.max").write_text(f"{most}\n")
+        (group / "memory.current").write_text(f"{now}\n")
+    assert unused_bytes(proc, cgroup) == 7000
+    (own / "memory.max").write_text("4000\n")
+    assert unused_bytes(proc, cgroup) == 3000
+    older = cgroup / "memory" / "pod"
+    older.mkdir(parents=True)
+    (older / "memory.limit_in_bytes").write_text("5000\n")
+    (older / "memory.usage_in_bytes").write_text("4500\n")
+    (older / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 200\n")
+    assert unused_bytes(proc, cgroup) == 700
 
 
 def test_the_limit_of_the_process_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
 
 _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def available_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int | None:
-    """Return the bytes that this process can still take: the host's, its control group's or its own limit's least.
+    """Return the bytes that this process can still allocate: what is unused, or what its own limit leaves.
 
     None where nothing tells.
     """
-    found = [_host(proc), _group(cgroup), _limit(proc)]
+    return _least([unused_bytes(proc, cgroup), _limit(proc)])
+
+
+def unused_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int | None:
+    """Return the bytes that no process has taken, of the host and of each control group that this one is in.
+
+    Memory counts as taken once it is written to.
+    """
+    return _least([_host(proc), *_groups(proc, cgroup)])
+
+
+def _least(found: Iterable[int | None]) -> int | None:
     return min((max(0, each) for each in found if each is not None), default=None)
 
 
@@ -22,13 +34,30 @@ def _host(proc: Path) -> int | None:
     return 1024 * int(told[1]) if told is not None else None
 
 
-def _group(cgroup: Path) -> int | None:
+def _groups(proc: Path, cgroup: Path) -> Iterator[int | None]:
+    """What control groups leave: this process's, and those around it, whose limits hold for it, too."""
+    inside = {"": "/", "memory": "/"}  # a container may not show where it is, and has its own group as the root
+    for line in _text(proc / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        inside |= dict.fromkeys(controllers.split(","), path)
+    for group in _upwards(inside[""]):
+        yield _group(cgroup / group, "memory.max", "memory.current", "inactive_file")
+    for group in _upwards(inside["memory"]):
+        yield _group(cgroup / "memory" / group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _upwards(path: str) -> list[PurePosixPath]:
+    own = PurePosixPath(path.lstrip("/"))
+    return [own, *own.parents]
+
+
+def _group(group: Path, limit: str, usage: str, cached: str) -> int | None:
     """Files that the group has cached count as free."""
-    most, now = _text(cgroup / "memory.max").strip(), _text(cgroup / "memory.current").strip()
+    most, now = _text(group / limit).strip(), _text(group / usage).strip()
     if not most.isdecimal() or not now.isdecimal():
         return None
-    cached = re.search(r"^inactive_file (\d+)", _text(cgroup / "memory.stat"), re.MULTILINE)
-    return int(most) - int(now) + (int(cached[1]) if cached is not None else 0)
+    found = re.search(rf"^{cached} (\d+)", _text(group / "memory.stat"), re.MULTILINE)
+    return int(most) - int(now) + (int(found[1]) if found is not None else 0)
 
 
 def _limit(proc: Path) -> int | None:

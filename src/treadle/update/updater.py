@@ -219,6 +219,8 @@ class Updater:
         if context.coordinator.lost:
             text = f"lost before this attempt: {context.coordinator.why_lost}; start the update ranks again"
             raise failure(0, context.coordinator.name, "enter", text)
+        attempt: AttemptRun | None
+        known: UpdateError | None
         self.attempt = attempt = AttemptRun(context, request)
         began = time.perf_counter()
         try:
@@ -234,7 +236,7 @@ class Updater:
                 raise
             raise known from error
         finally:
-            self.attempt = None
+            self.attempt = attempt = known = None  # the error's traceback holds this frame, which would hold all of it
         done.seconds["total"] = time.perf_counter() - began
         return done
 

@@ -84,7 +84,6 @@ class BucketLoop:
         deadline_s: float,
         checked: bool,
         compare: Callable[[Buffer, int], None] | None = None,
-        delta_bytes: Callable[[int], int] | None = None,
     ) -> None:
         self.shares, self.rank, self.epoch, self.device = shares, rank, epoch, device
         self.clock = device_of(device, timedelta(seconds=deadline_s))
@@ -96,7 +95,7 @@ class BucketLoop:
         self._filled: dict[int, tuple[Any, Any]] = {}
         self._packed: _Packed | None = None
         self._compare = compare
-        self._delta_bytes = delta_bytes
+        self.delta_bytes: Callable[[int], int] | None = None
         self._sizes: dict[int, int] = {}
         self._arrived: tuple[Buffer, int] | None = None
 
@@ -187,12 +186,12 @@ class BucketLoop:
 
     def _learn_sizes(self, number: int) -> None:
         """Gather the sizes of the changed elements of a round, before its first bucket moves."""
-        if self._delta_bytes is None or number in self._sizes:
+        if self.delta_bytes is None or number in self._sizes:
             return
         buckets = self.shares.plan.buckets
         alike = takewhile(lambda at: buckets[at].round == buckets[number].round, range(number, len(buckets)))
         numbers = list(alike)
-        own = [self._delta_bytes(at) if buckets[at].source == self.rank else 0 for at in numbers]
+        own = [self.delta_bytes(at) if buckets[at].source == self.rank else 0 for at in numbers]
         sizes = torch.tensor(own, dtype=torch.int64, device=self.device)
         self.wait(self.group.allreduce([sizes]))
         self._sizes.update(zip(numbers, sizes.tolist(), strict=True))

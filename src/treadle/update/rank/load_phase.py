@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -44,7 +45,7 @@ class Loading:
         group = context.broadcasts.group_of(layouts.group, context.inbox)
         self._comparison = self._compare()
         looking = [comparing for comparing in (self._comparison, ties) if comparing is not None]
-        self._looks = [comparing.look for comparing in looking if not delta]
+        looks = [comparing.look for comparing in looking if not delta]
         assert context.broadcasts.waiter is not None
         kind = TargetedLoop if shares.plan.is_targeted else BucketLoop
         self.loop = kind(
@@ -60,15 +61,10 @@ class Loading:
             wait=context.broadcasts.waiter.wait,
             deadline_s=context.options.deadline_s,
             checked=context.options.checked,
-            compare=self._look if self._looks else None,
-            delta_bytes=self._delta_bytes if delta else None,
+            compare=_all_of(looks) if looks else None,
         )
         if isinstance(self.loop, TargetedLoop):
             self.loop.ahead = context.rank not in layouts.holds  # a worker that exports is asked from one thread
-
-    def _look(self, buffer: Buffer, number: int) -> None:
-        for look in self._looks:
-            look(buffer, number)
 
     def run(self, *, loads: bool) -> tuple[Sample, ...]:
         """Move all buckets; `loads`: this rank's worker takes some. Raises UpdateError where sources differ.
@@ -112,6 +108,7 @@ class Loading:
             deadline_s = context.options.deadline_s
             return exporting(context.worker, self.shares, self.epoch, context.buffers.all, deadline_s, checked)
         if self.source is None:  # then no bucket is this rank's
+            self.loop.delta_bytes = _no_bytes if self._delta else None
             return _nothing
         packer = Packer(self.shares, self.source, checked=checked)
         if not self._noted:
@@ -120,11 +117,8 @@ class Loading:
         if not self._delta:
             return noted.fill
         self._deltas = DeltaPacker(noted, self.loop.own, context.options.deadline_s)
+        self.loop.delta_bytes = self._deltas.size_bytes
         return self._deltas.fill
-
-    def _delta_bytes(self, number: int) -> int:
-        assert self._deltas is not None
-        return self._deltas.size_bytes(number)
 
     def _compare(self) -> SourceComparison | None:
         """A comparison with this rank's own weights. Workers that export all hold one committed version: none."""
@@ -134,6 +128,20 @@ class Loading:
         source = self.source if sees else None
         how = context.options.compare_sources
         return comparison(self.shares.plan, source, context.rank, how, context.compare_turn)
+
+
+def _all_of(looks: Sequence[Callable[[Buffer, int], None]]) -> Callable[[Buffer, int], None]:
+    """Return a function that makes all comparisons. It does not hold the phase, which holds the loop."""
+
+    def compare(buffer: Buffer, number: int) -> None:
+        for look in looks:
+            look(buffer, number)
+
+    return compare
+
+
+def _no_bytes(number: int) -> int:
+    return 0
 
 
 def _nothing(buffer: Buffer, number: int) -> None:

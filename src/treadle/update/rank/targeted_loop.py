@@ -85,7 +85,7 @@ class TargetedLoop(BucketLoop):
                 if into is not None and not stays:
                     self._await_one(filled.get(into.ipc, -1))
                 at = self._held(fill, out) if out is not None else -1
-                if self._delta_bytes is not None:
+                if self.delta_bytes is not None:
                     self._exchange_sizes(step)
                 if stays:
                     assert out is not None
@@ -155,12 +155,12 @@ class TargetedLoop(BucketLoop):
 
     def _exchange_sizes(self, step: Step) -> None:
         """Send and receive the sizes of changed elements, before these."""
-        assert self._delta_bytes is not None
+        assert self.delta_bytes is not None
         out, into = step
         goes = comes = None
         if out is not None:
             if out.ipc == NEVER:
-                self._sizes[out.bucket] = self._delta_bytes(out.bucket)
+                self._sizes[out.bucket] = self.delta_bytes(out.bucket)
             goes = torch.tensor([self._sizes[out.bucket]], dtype=torch.int64, device=self.device)
             if out.peer == self.rank:
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import tempfile
@@ -11,9 +12,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from treadle.host.free_memory import available_bytes, unused_bytes
 from treadle.update.memory.box_columns import BoxColumns
 from treadle.update.memory.copying import copy
 from treadle.update.worker.arrived_boxes import Arrival, Leaving, StagedArrivals, StagedColumns
+
+_PIECE_BYTES = 16 << 20
+_TAKERS = 16
+"""Workers of a host that may take a piece at once, after all have seen the same bytes unused."""
 
 
 class RollbackStore:
@@ -28,7 +34,8 @@ class RollbackStore:
     def reserve(self, boxes: BoxColumns) -> str | None:
         """Make room for exactly these boxes, dropping what was held; None, or why there is no room.
 
-        The present allocation is used again where it suffices.
+        The present allocation is used again where it suffices. Another one is written to piece by piece, so that what
+        one worker of a host has taken is seen by the others before they take more.
         """
         self.boxes, need = None, boxes.end_bytes
         if need > len(self._raw):
@@ -38,17 +45,34 @@ class RollbackStore:
             self._raw = _in_memory(0)
             try:
                 self._raw = _in_memory(need) if self.where is None else on_disk(self.where, need)
+                refusal = self._take_pages() if self.where is None else None
             except (OSError, MemoryError) as error:
                 what = "host memory" if self.where is None else f"disk in {self.where}"
                 why = error.strerror if isinstance(error, OSError) else "out of memory"
                 return f"the old version needs {need} bytes of {what} until commit: {why}; {self._instead}"
+            if refusal is not None:
+                self._raw = _in_memory(0)
+                return refusal
         self.boxes = boxes
+        return None
+
+    def _take_pages(self) -> str | None:
+        """Write to each page; None, or why there is no room for them all. Allocating takes none yet."""
+        need = len(self._raw)
+        for taken in range(0, need, _PIECE_BYTES):
+            piece, unused = self._raw[taken : taken + _PIECE_BYTES], unused_bytes()
+            if unused is not None and unused < len(piece) * _TAKERS:
+                return (
+                    f"the old version needs {need} bytes of host memory until commit; when {taken} were taken, "
+                    f"{unused} were left on the host, or of its control group's limit, to all workers; {self._instead}"
+                )
+            piece[:: mmap.PAGESIZE] = 0
         return None
 
     def _refusal(self, more: int) -> str | None:
         """None, or why there is no room for so many more bytes."""
-        free, what = (free_host_bytes(), "host memory") if self.where is None else self._free_disk()
-        if more > free:
+        free, what = (available_bytes(), "host memory") if self.where is None else self._free_disk()
+        if free is not None and more > free:
             return f"the old version needs {more} more bytes of {what} until commit, {free} are free; {self._instead}"
         return None
 
@@ -94,7 +118,7 @@ class RollbackStore:
             return "use rollback='disk', or 'none', which has no way back"
         return "use rollback='host', or give the endpoint another directory as `spill`"
 
-    def _free_disk(self) -> tuple[int, str]:
+    def _free_disk(self) -> tuple[int | None, str]:
         assert self.where is not None
         return shutil.disk_usage(self.where).free, f"disk in {self.where}"
 
@@ -109,21 +133,3 @@ def on_disk(where: Path, size_bytes: int) -> torch.Tensor:
     with tempfile.TemporaryFile(dir=where, prefix="treadle-old-") as file:
         os.posix_fallocate(file.fileno(), 0, size_bytes)
         return torch.from_numpy(np.memmap(file, np.uint8, "w+", shape=(size_bytes,)))
-
-
-def free_host_bytes() -> int:
-    """Bytes that this process can still allocate: of the machine, and of its control group if that has a limit."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    left = left_in_group(Path("/sys/fs/cgroup"))
-    return free if left is None else min(free, left)
-
-
-def left_in_group(group: Path) -> int | None:
-    """Bytes left of a control group's limit, None without one. The page cache counts as used, but can be reclaimed."""
-    try:
-        most, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
-        parts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except OSError:
-        return None
-    return None if most == "max" else max(0, int(most) - used + int(parts.get("inactive_file", 0)))
