@@ -240,9 +240,11 @@ def _log_restored(world: World, one: Draw) -> None:
     _put_back(world, older)
     world.start_ranks()
     until = time.monotonic() + SERVES_S
-    while not any("it is an older copy" in error for error in (errors := world.update(one.options))):
+    errors = world.update(one.options)
+    while not any("it is an older copy" in error for error in errors):
         if not errors or time.monotonic() > until:
             raise ViolationError(f"an update by an older log is not refused as such: {errors}")
+        errors = world.update(one.options)
     if world.options.lease_s is None and world.unserved(version):
         raise ViolationError(f"workers do not serve on under an older log: {world.unserved(version)}")
     world.fleet.kill_callers()
