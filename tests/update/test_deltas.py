@@ -39,6 +39,7 @@ LAYOUTS = {
         sharded(TENSORS, 4), Parallel(tp=2, replicas=2, dim=lambda name: 0 if "norm" in name else 1).holding(TENSORS)
     ),
     "two trainers, three workers": CASES["two trainers, three workers"],
+    "one trainer, two replicas": CASES["one trainer, two replicas"],
 }
 
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
-from tests.support.update.models import SMALL, Compare, model, served, source_of, trained
-from tests.support.update.workers import Workers
+from tests.support.update.crashes import Crash, arm
+from tests.support.update.faults import Watcher, mixtures
+from tests.support.update.models import SMALL, Compare, expected, model, served, source_of, trained
+from tests.support.update.workers import Trouble, Workers
 from tests.update.test_separate_sets import CASES, Sets
 from tests.update.test_sources import Wrong, replicas, three_updates
 from treadle.ir.ops import OpKind
-from treadle.update import UpdateOptions, Updater
+from treadle.update import UpdateError, UpdateOptions, Updater
 from treadle.update.update_options import CompareSources
 from treadle.weights.buffer_sizes import Memory
 from treadle.weights.chosen_plan import plan_transfer
-from treadle.weights.layouts import Parallel, sharded
+from treadle.weights.layouts import Parallel, replicated, sharded
 from treadle.weights.tensor_boxes import Holding
 from treadle.weights.update_checks import verify_update
 
@@ -41,6 +44,12 @@ LAYOUTS = {
     ),
     "two trainers, three workers": CASES["two trainers, three workers"],
     "one trainer, two replicas": CASES["one trainer, two replicas"],
+    "two trainers, three replicas of TP2": Sets(
+        sharded(TENSORS, 2),
+        Parallel(tp=2, replicas=3, dim=lambda name: 0).holding(TENSORS),
+        (0, 1, *[None] * 6),
+        (None, None, *range(6)),
+    ),
 }
 
 
@@ -60,8 +69,11 @@ def update(
             assert verify_update(trace.program).clean
             assert (trace.end >= trace.start).all()
             kinds = trace.program.kind
-            moved = sum(bucket.source not in bucket.dests for bucket in plan.buckets)
+            moved = sum(len(bucket.dests) for bucket in plan.buckets if bucket.source not in bucket.dests)
             assert (kinds == OpKind.RECV_BUCKET).sum() == (kinds == OpKind.SEND_BUCKET).sum() == moved
+            sources = [bucket for bucket in plan.buckets if rank == bucket.source and rank not in bucket.dests]
+            sends_on = [bucket for bucket in plan.buckets if rank in bucket.dests[:-1]]
+            assert len(done.times.send) == len(sources) + len(sends_on)
             came = sum(plan.buckets[number].size_bytes for number in done.times.recv)
             wanted = sum(b.size_bytes for b in plan.buckets if rank in b.dests and b.source != rank)
             found.append((plan.is_targeted, came, wanted))
@@ -91,6 +103,46 @@ def test_buckets_that_stay_on_a_device_need_no_more_buffers_than_there_are(num_h
         places = workers.sockets, workers.ledger
         check(run_ranks(2, update, places, sets, replace(OPTIONS, memory=memory), [1]))
         assert [workers.tell(worker, Compare(1)) for worker in range(2)] == [[], []]
+
+
+# ---- faults amid a chain ---------------------------------------------------------------------------------------------
+
+CHAIN = Sets(
+    sharded(TENSORS, 1), replicated(TENSORS, 3), sources=(0, None, None, None), speaks=(None, 0, 1, 2)
+)  # rank 2 and its worker, 1, are in the middle
+
+
+def breaks(rank: int, places: tuple[Path, Path], crash: Crash | None, marks: Path) -> str:
+    """Return the error of version 2."""
+    with Updater(places[0], ledger=places[1], worker=CHAIN.speaks[rank], options=OPTIONS) as updater:
+        arm(updater, crash, None, marks)
+        try:
+            updater.update(source_of(CHAIN.have, 0, 2) if rank == 0 else None, 2)
+        except UpdateError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("fault", [Crash(2, "bucket", bucket=4), Trouble("kill", "load", 3)], ids=["rank", "worker"])
+def test_all_stay_on_the_old_version_if_one_is_killed_amid_a_chain(fault: Crash | Trouble) -> None:
+    @cache
+    def right(worker: int, version: int) -> str:
+        return expected(CHAIN.want, worker, version)
+
+    with Workers(CHAIN.want) as workers:
+        places = workers.sockets, workers.ledger
+        check(run_ranks(4, update, places, CHAIN, OPTIONS, [1]))
+        crash = fault if isinstance(fault, Crash) else None
+        if isinstance(fault, Trouble):
+            workers.tell(1, fault)
+        with Watcher(workers) as watcher:
+            outcomes = run_ranks(4, breaks, places, crash, workers.directory / "mark")
+            assert [outcome.rank for outcome in outcomes if not outcome.ok] == ([2] if crash else [])
+            assert all(outcome.value for outcome in outcomes if outcome.ok), outcomes
+            check(run_ranks(4, update, places, CHAIN, OPTIONS, [3]))
+        assert {seen.version for seen in watcher.seen} <= {1, 3}
+        assert not mixtures(watcher.seen, right)
+        assert [workers.tell(worker, Compare(3)) for worker in range(3)] == [[]] * 3
 
 
 def auto(rank: int, places: tuple[Path, Path], sets: Sets, memories: list[Memory]) -> list[bool]:

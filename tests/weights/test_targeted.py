@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +19,17 @@ from treadle.files import npz
 from treadle.ir.execute import execute
 from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.program import NEVER, Program
-from treadle.weights.bucket_stream import matched_steps, stream_of
+from treadle.weights.bucket_stream import Stream, stream_of
 from treadle.weights.buffer_sizes import Memory
 from treadle.weights.chosen_plan import plan_transfer, predicted_s
 from treadle.weights.layouts import Parallel, replicated, sharded, tensor_parallel
+from treadle.weights.matched_steps import matched_steps
 from treadle.weights.summary import measure_update
 from treadle.weights.targeted_plan import UntargetedError, plan_targeted
 from treadle.weights.tensor_boxes import Holding, Tensor
 from treadle.weights.update_checks import verify_update
 from treadle.weights.update_lowering import lower_update
-from treadle.weights.update_plan import UpdatePlan, plan_update
+from treadle.weights.update_plan import Bucket, UpdatePlan, plan_update
 from treadle.weights.update_rates import Rates, simulate_update
 
 SMALL = Memory(1 << 20, share=1.0, target_bytes=4096, least_bytes=256)
@@ -99,18 +101,66 @@ def test_every_wanted_byte_moves_once_and_the_program_is_sound(have: str, want: 
     assert plan.digest() == plan_targeted(held, wanted, SMALL).digest()
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=40))
-def test_a_device_sends_one_and_receives_one_in_a_step(pairs: list[tuple[int, int]]) -> None:
-    sources, dests = [s for s, _ in pairs], [d for _, d in pairs]
-    steps = matched_steps(sources, dests)
-    moved = [(step, s, d) for step, s, d in zip(steps, sources, dests, strict=True) if s != d]
-    assert max(Counter((step, s) for step, s, _ in moved).values(), default=0) <= 1
-    assert max(Counter((step, d) for step, _, d in moved).values(), default=0) <= 1
-    for device in range(5):
-        for side in (sources, dests):
-            mine = [step for step, rank in zip(steps, side, strict=True) if rank == device]
-            assert mine == sorted(mine), "the buckets of a device move in their order"
+routes = st.permutations(range(5)).flatmap(lambda ranks: st.integers(1, 5).map(lambda num: tuple(ranks[:num])))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(routes, min_size=1, max_size=40), st.integers(1, 2), st.integers(1, 2))
+def test_steps_of_any_routes_end_in_any_order(some: list[tuple[int, ...]], num_ipc: int, num_h2d: int) -> None:
+    """A route of one device is a bucket that stays."""
+    some = [route if len(route) > 1 else route * 2 for route in some]
+    hops = matched_steps(some, num_ipc)
+    rows = list(zip(hops.bucket, hops.sender, hops.receiver, hops.step, hops.into, hops.held, strict=True))
+    moved = [row for row in rows if row[1] != row[2]]
+    assert max(Counter((step, sender) for _, sender, _, step, _, _ in moved).values(), default=0) <= 1
+    assert max(Counter((step, receiver) for _, _, receiver, step, _, _ in moved).values(), default=0) <= 1
+    reads: dict[tuple[int, int], list[int]] = {}
+    for number, route in enumerate(some):
+        mine = [row for row in rows if row[0] == number]
+        assert [(row[1], row[2]) for row in mine] == list(pairwise(route)), "in the order of the route"
+        assert all(one[3] < other[3] and one[4] == other[5] for one, other in pairwise(mine))
+        for at, row in enumerate(mine if mine[0] in moved else ()):
+            until = mine[at + 1][3] if at + 1 < len(mine) else row[3]
+            assert not set(range(row[3], until + 1)) & set(reads.setdefault((row[2], row[4]), []))
+            reads[row[2], row[4]] += range(row[3], until + 1)
+    turns, seen = [], Counter[int]()
+    for route in some:
+        turns.append(seen[route[0]])
+        seen[route[0]] += 1
+        sends = [row[3] for row in moved if row[1] == route[0] and some[row[0]][0] == route[0]]
+        assert sends == sorted(sends), "a source sends its buckets in their order"
+    size = np.full((len(some), 1), 64)
+    sources = np.array([route[0] for route in some], np.int32)
+    stream = Stream(5, num_h2d, num_ipc, sources, np.array(turns, np.int32), size[:, 0], size, hops)
+    program = lower_update(stream)
+    assert verify_update(program).clean, verify_update(program)
+    assert measure_update(simulate_update(program)).moved_bytes == 64 * len(moved)
+
+
+@pytest.mark.parametrize("want", ["2 x TP2", "3 x TP2", "8 whole"])
+@pytest.mark.parametrize("sources", [1, 2, 4])
+def test_a_source_sends_a_piece_once_for_all_its_replicas(sources: int, want: str) -> None:
+    num = int(want[0])
+    wanted = Parallel(tp=1 if "whole" in want else 2, replicas=num, dim=lambda name: 0).holding(TENSORS)
+    held, wanted = apart(sharded(TENSORS, sources), wanted)
+    plan = plan_targeted(held, wanted, replace(SMALL, free_bytes=1 << 30, target_bytes=1 << 20))
+    check_bytes(plan, held, wanted)
+    assert {len(bucket.dests) for bucket in plan.buckets} == {num}
+    out, into = Counter[int](), Counter[int]()
+    for bucket in plan.buckets:
+        for sender, receiver in pairwise((bucket.source, *bucket.dests)):
+            out[sender] += bucket.size_bytes
+            into[receiver] += bucket.size_bytes
+    once = sum(bucket.size_bytes for bucket in plan.buckets)
+    assert sum(out[rank] for rank in range(sources)) == once
+    assert max(out[rank] for rank in range(sources, sources + 2)) <= max(into.values())
+    limit_s = max(*out.values(), *into.values()) / 1e6
+    assert predicted_s(plan, Rates(broadcast=1e6)) <= 1.25 * limit_s, "a chain is filled by a bucket a hop"
+    assert plan.digest() != replace(plan, buckets=tuple(map(_turned, plan.buckets))).digest()
+
+
+def _turned(bucket: Bucket) -> Bucket:
+    return replace(bucket, dests=bucket.dests[::-1])
 
 
 @pytest.mark.parametrize("want", ["TP4", "2 x TP2"])
@@ -121,9 +171,9 @@ def test_the_slowest_link_is_nearly_always_busy(have: str, want: str) -> None:
     plan = plan_targeted(HAVE[have], WANT[want], memory)
     out, into = Counter[int](), Counter[int]()
     for bucket in plan.buckets:
-        if bucket.source not in bucket.dests:
-            out[bucket.source] += bucket.size_bytes
-            into[bucket.dests[0]] += bucket.size_bytes
+        for sender, receiver in pairwise((bucket.source, *bucket.dests)):
+            out[sender] += bucket.size_bytes * (sender != receiver)
+            into[receiver] += bucket.size_bytes * (sender != receiver)
     limit_s = max(*out.values(), *into.values()) / 1e6
     assert predicted_s(plan, Rates(broadcast=1e6)) <= 1.15 * limit_s
 
@@ -176,35 +226,61 @@ def op_of(program: Program, kind: OpKind, nth: int = 0) -> int:
 
 
 @pytest.mark.slow
-def test_a_wait_that_is_left_out_is_found_exactly_if_nothing_else_makes_it_wait() -> None:
+@pytest.mark.parametrize("num", [2, 3])
+def test_a_wait_that_is_left_out_is_found_exactly_if_nothing_else_makes_it_wait(num: int) -> None:
     """What buffers ask for is written down from the plan: who fills a buffer waits for who read it last."""
-    plan = plan_targeted(sharded(TENSORS[:4], 2), replicated(TENSORS[:4], 2), replace(SMALL, target_bytes=1024))
-    program = lower_update(stream_of(plan))
+    plan = plan_targeted(sharded(TENSORS[:4], num), replicated(TENSORS[:4], num), replace(SMALL, target_bytes=1024))
+    assert max(len(bucket.dests) for bucket in plan.buckets) == num - 1
+    program, hops = lower_update(stream_of(plan)), plan.hops
+    rank = program.lane_rank[program.lane_of]
     at = {
-        (OpKind(int(kind)), int(bucket)): op
-        for op, (kind, bucket) in enumerate(zip(program.kind, program.cell, strict=True))
+        (OpKind(int(kind)), int(bucket), int(device)): op
+        for op, (kind, bucket, device) in enumerate(zip(program.kind, program.cell, rank, strict=True))
     }
-    pairs, came, packed = [], dict[int, list[int]](), dict[int, list[int]]()
+    pairs, held, packed = [], dict[tuple[int, int], list[int]](), dict[int, list[int]]()
     for number, bucket in enumerate(plan.buckets):
-        copied, read = at[OpKind.H2D, number], at[OpKind.RELOAD, number]
+        copied = at[OpKind.H2D, number, bucket.source]
         mine = packed.setdefault(bucket.source, [])
         if len(mine) >= plan.num_h2d:
             pairs.append((mine[-plan.num_h2d], copied))
-        if bucket.source in bucket.dests:
-            pairs.append((copied, read))
-            mine.append(read)
+        stays = bucket.dests == (bucket.source,)
+        read = at[OpKind.RELOAD if stays else OpKind.SEND_BUCKET, number, bucket.source]
+        pairs.append((copied, read))
+        mine.append(read)
+    for hop in np.lexsort((hops.bucket, hops.step)).tolist():
+        number, device = int(hops.bucket[hop]), int(hops.receiver[hop])
+        if device == plan.buckets[number].source:
             continue
-        sent, got = at[OpKind.SEND_BUCKET, number], at[OpKind.RECV_BUCKET, number]
-        pairs += [(copied, sent), (got, read)]
-        mine.append(sent)
-        before = came.setdefault(bucket.dests[0], [])
-        if len(before) >= plan.num_ipc:
-            pairs.append((before[-plan.num_ipc], got))
-        before.append(read)
+        got, reads = at[OpKind.RECV_BUCKET, number, device], [at[OpKind.RELOAD, number, device]]
+        if device != plan.buckets[number].dests[-1]:
+            reads.append(at[OpKind.SEND_BUCKET, number, device])
+        pairs += [(got, read) for read in reads]
+        pairs += [(read, got) for read in held.get((device, int(hops.into[hop])), ())]
+        held[device, int(hops.into[hop])] = reads
     assert len(program.dep) > 20
     order = reaches(program)
     assert all(order[wanted, op] for wanted, op in pairs)
     assert waits_found(program, pairs) > 5
+
+
+def test_a_route_in_the_wrong_order_or_without_a_hop_is_found() -> None:
+    stream = stream_of(plan_targeted(*apart(replicated(TENSORS, 1), replicated(TENSORS, 3)), SMALL))
+    hops, program = stream.hops, lower_update(stream)
+    assert hops is not None
+    assert verify_update(program).clean
+    step = hops.step.copy()
+    step[[0, 1]] = step[[1, 0]]  # the first taker sends on in a step before it receives
+    early = verify_update(lower_update(replace(stream, hops=replace(hops, step=step))))
+    assert "T201" in {finding.code for finding in early.findings}, early
+    rank = program.lane_rank[program.lane_of]
+    sends_on = np.flatnonzero((program.kind == OpKind.SEND_BUCKET) & (rank != program.layer))
+    sent = program.cell[sends_on[0]]
+    came = np.flatnonzero((program.kind == OpKind.RECV_BUCKET) & (program.cell == sent))
+    receive = int(came[rank[came] == rank[sends_on[0]]][0])
+    for op, words in ((int(sends_on[0]), "send bucket"), (receive, "recv bucket")):
+        report = verify_update(leave_out(op)(program))
+        assert "T101" in {finding.code for finding in report.findings}
+        assert words in str(report)
 
 
 def test_broken_programs_are_found() -> None:

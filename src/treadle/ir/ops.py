@@ -178,8 +178,8 @@ class OpKind(IntEnum):
     GC = 40, _COMPUTE, _MEASURED, None, None, "", "X", "gc", "garbage collection"
     REDUCE_LAYERNORM = 41, LaneKind.TP, _MEASURED, None, None, "", "R", "layernorm", "sum of layer norms' gradients"
     REDUCE_SCATTER = 42, _DP, _REDUCTION, None, None, "message", "R", "reduce", "reduce-scatter of gradients by bucket"
-    SEND_BUCKET = 43, _SEND, _UPDATE, None, None, "", ">", "send", "a bucket to the one device that takes it"
-    RECV_BUCKET = 44, _RECV, _UPDATE, None, None, "", "<", "recv", "a bucket from its source"
+    SEND_BUCKET = 43, _SEND, _UPDATE, None, None, "", ">", "send", "a bucket to a device that takes it"
+    RECV_BUCKET = 44, _RECV, _UPDATE, None, None, "", "<", "recv", "a bucket from a device that has it"
     # fmt: on
 
     @property

@@ -58,7 +58,7 @@ class UpdateOptions:
     """
 
     transfer: Transfer = "broadcast"
-    """How buckets move: each to all devices (`broadcast`), or each to the one device that takes it (`targeted`).
+    """How buckets move: each to all devices (`broadcast`), or each along the devices that take it (`targeted`).
 
     `auto` takes what the simulator finds faster. In targeted updates ranks that have the same pieces compare digests of
     them, so that an error names the ranks, and the tensors among which the difference is.

@@ -5,7 +5,7 @@
     0/B: dst0.1@5-6 reload0.1@6-7 ...
 
 A broadcast is `src` on the device whose bucket it is, `dst` on the others; so are the send and the receive of a bucket
-that goes to one device. Numbers are round and source.
+that goes along a route; `pass` sends it on. Numbers are round and source.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ def buffer_rows(trace: Trace, ranks: range) -> Iterator[BufferRow]:
     """The H2D buffers of each device, then its IPC buffers. A copy straight into an IPC buffer stands in its row."""
     program = trace.program
     num_h2d, num_ipc = num_buffers(program)
-    buffer_of = np.full(int(program.cell.max(initial=0)) + 1, NEVER)
-    sent = np.isin(program.kind, BUCKET_COMES)
-    buffer_of[program.cell[sent]] = program.chunk[sent]
     rank_ptr = np.searchsorted(program.lane_rank, np.arange(program.num_ranks + 1))
     for rank in ranks:
         lanes = program.lane_ptr[rank_ptr[rank] : rank_ptr[rank + 1] + 1]
         ops = np.arange(lanes[0], lanes[-1]) if len(lanes) else np.zeros(0, np.int64)
         copies = (program.kind[ops] == OpKind.H2D) & (program.chunk[ops] != NEVER)
-        copies |= (program.kind[ops] == OpKind.SEND_BUCKET) | (buffer_of[program.cell[ops]] == NEVER)
+        came = np.isin(program.kind[ops], BUCKET_COMES)
+        buffer_of = dict(zip(program.cell[ops[came]].tolist(), program.chunk[ops[came]].tolist(), strict=True))
+        into = np.array([buffer_of.get(cell, NEVER) for cell in program.cell[ops].tolist()], np.int64)
+        copies |= into == NEVER
         for buffer in range(num_h2d):
             name = "H2D" if num_h2d == 1 else f"H2D {letter(buffer)}"
             yield BufferRow(rank, name, False, _by_start(trace, ops[copies & (program.chunk[ops] == buffer)]))
         for buffer in range(num_ipc):
-            mine = ops[~copies & (buffer_of[program.cell[ops]] == buffer)]
+            mine = ops[~copies & (into == buffer)]
             yield BufferRow(rank, letter(buffer), True, _by_start(trace, mine))
 
 
@@ -117,5 +117,6 @@ def token(program: Program, op: int) -> str:
     seen = program.op(op)
     if seen.kind is OpKind.H2D:
         return f"h2d{seen.mb}"
-    name = "reload" if seen.kind is OpKind.RELOAD else "src" if seen.layer == seen.lane.rank else "dst"
+    name = "src" if seen.layer == seen.lane.rank else "pass" if seen.kind is OpKind.SEND_BUCKET else "dst"
+    name = "reload" if seen.kind is OpKind.RELOAD else name
     return f"{name}{seen.mb}.{seen.layer}"

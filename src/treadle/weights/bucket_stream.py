@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from treadle.ir.program import Ints, Longs
+from treadle.weights.matched_steps import Hops
 from treadle.weights.tensor_boxes import Tensor
 from treadle.weights.update_plan import Take, UpdatePlan
 
@@ -16,8 +16,8 @@ from treadle.weights.update_plan import Take, UpdatePlan
 class Stream:
     """Columns over buckets, in the order in which they move; `taken_bytes[bucket, device]`, of one column if all alike.
 
-    Bucket i goes into IPC buffer i % num_ipc. A source's k-th bucket goes into H2D buffer k % num_h2d. With `dest`,
-    each bucket goes to that device alone, and the k-th that a device receives into IPC buffer k % num_ipc.
+    Bucket i goes into IPC buffer i % num_ipc. A source's k-th bucket goes into H2D buffer k % num_h2d. With `hops`
+    each bucket goes along its route alone.
     """
 
     num_devices: int
@@ -27,7 +27,7 @@ class Stream:
     round: Ints
     size_bytes: Longs
     taken_bytes: Longs
-    dest: Ints | None = None
+    hops: Hops | None = None
 
     def __post_init__(self) -> None:
         if self.num_h2d not in (0, 1, 2) or self.num_ipc not in (1, 2):
@@ -51,12 +51,9 @@ class Stream:
 def stream_of(plan: UpdatePlan) -> Stream:
     """The stream of a plan; worker w's device is update rank w."""
     num_devices = max(len(plan.takes), 1 + max((bucket.source for bucket in plan.buckets), default=0))
-    dest: Ints | None = None
+    hops: Hops | None = None
     if plan.is_targeted:
-        num_devices, dest = (
-            max(num_devices, plan.num_targets),
-            np.array([bucket.dests[0] for bucket in plan.buckets], np.int32),
-        )
+        num_devices, hops = max(num_devices, plan.num_targets), plan.hops
         all_of_it = [_taken(plan, number, bucket.all_of_it) for number, bucket in enumerate(plan.buckets)]
         taken = np.array(all_of_it, np.int64).reshape(-1, 1)
     else:
@@ -69,7 +66,7 @@ def stream_of(plan: UpdatePlan) -> Stream:
         np.array([bucket.round for bucket in plan.buckets], np.int32),
         np.array([bucket.size_bytes for bucket in plan.buckets], np.int64),
         taken,
-        dest,
+        hops,
     )
 
 
@@ -81,19 +78,6 @@ def _taken_by_workers(plan: UpdatePlan, num_devices: int) -> Longs:
             columns[id(row)] = np.array([_taken(plan, bucket, takes) for bucket, takes in enumerate(row)], np.int64)
         taken[:, worker] = columns[id(row)]
     return taken
-
-
-def matched_steps(source: Sequence[int], dest: Sequence[int]) -> list[int]:
-    """The step in which each bucket moves: in one step a device sends one at most and receives one at most.
-
-    Buckets keep their order on each device. One that stays on its device moves before the step with its number.
-    """
-    sends, receives, steps = dict[int, int](), dict[int, int](), []
-    for one, other in zip(source, dest, strict=True):
-        step = max(sends.get(one, 0), receives.get(other, 0))
-        steps.append(step)
-        sends[one] = receives[other] = step + (one != other)
-    return steps
 
 
 def _taken(plan: UpdatePlan, bucket: int, takes: tuple[Take, ...]) -> int:

@@ -38,7 +38,7 @@ class DeviceMetrics:
 
 @dataclass(frozen=True)
 class UpdateMetrics:
-    """An update in numbers; `moved_bytes` are those sent by sources, a broadcast once."""
+    """An update in numbers; `moved_bytes` are those sent, a broadcast once."""
 
     makespan: int
     num_ops: int

@@ -13,7 +13,7 @@ import numpy as np
 
 from treadle.ir.execute import Times, execute
 from treadle.ir.ops import BUCKET_COMES, LaneKind, OpKind
-from treadle.ir.program import NEVER, Ints, Op, Program
+from treadle.ir.program import NEVER, Ints, Longs, Op, Program
 from treadle.ir.show import show_bytes
 from treadle.verifier.finding import MOST, Finding, VerifyReport, worst_first
 from treadle.verifier.graph import Graph, deadlock
@@ -31,7 +31,7 @@ def verify_update(program: Program, *, memory_limit: int | None = None) -> Verif
     findings = [*_check_labels(program, labels), *check_never(program), *check_groups(program), *_check_lanes(program)]
     read = inputs(program, labels)
     findings += [*_check_sizes(program, *read), *check_waits(program, _unmet(program, *read), times)]
-    findings += _check_reuses(program, _unmet(program, *reuses(program, labels)), times)
+    findings += _check_reuses(program, _unmet(program, *reuses(program, labels, _order(times))), times)
     if not times.finished:
         graph = Graph.of(program)
         stuck = graph.stuck()
@@ -52,7 +52,7 @@ def verify_update(program: Program, *, memory_limit: int | None = None) -> Verif
 
 
 def _check_labels(program: Program, labels: OpIndex) -> Iterator[Finding]:
-    """T101, T102, T105: a bucket is copied once; broadcast and reloaded once on every device, or sent to one."""
+    """T101, T102, T105: a bucket is copied once; broadcast and reloaded once on every device, or on a route's."""
     for index in np.flatnonzero(~labels.known)[:MOST]:
         yield _unknown(program.op(int(index)))
     for index in labels.first[labels.count > 1][:MOST]:
@@ -116,6 +116,12 @@ def _check_reuses(program: Program, unmet: Ints, times: Times) -> Iterator[Findi
         what = "H2D" if op.kind is OpKind.H2D and op.chunk != NEVER else "IPC"
         message = f"{op} does not wait for {last}, which reads what is in its {what} buffer"
         yield replace(finding, message=message)
+
+
+def _order(times: Times) -> Longs:
+    """The order of ops in one execution; those that never start come last."""
+    order: Longs = np.where(times.start < 0, np.iinfo(np.int64).max, times.start)
+    return order
 
 
 def _unmet(program: Program, op: Ints, wanted: Ints) -> Ints:

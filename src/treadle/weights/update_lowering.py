@@ -1,6 +1,6 @@
 """A stream as a Program: three lanes a device, all broadcasts one communicator.
 
-A stream with destinations has lanes to and from each peer in place of the broadcasts; a device's k-th step waits for
+A stream with routes has lanes to and from each peer in place of the broadcasts; a device's k-th step waits for
 its step before.
 
     device 0  h2d        h2d 0.0 ................... h2d 1.0
@@ -32,14 +32,14 @@ def lower_update(stream: Stream) -> Program:
     """The Program of an update: every op waits for what the rule says, copies besides for their turn."""
     if stream.num_devices > MOST_DEVICES:
         raise ValueError(f"an update has at most {MOST_DEVICES} devices, got {stream.num_devices}")
-    if stream.dest is None:
+    if stream.hops is None:
         program = _without_waits(stream)
-        turns = _turns(stream, program)
+        turns, when = _turns(stream, program), np.arange(program.num_ops)
     else:
-        program = targeted_ops(stream, stream.dest)
-        turns = step_turns(stream, stream.dest, program)
+        program, when = targeted_ops(stream, stream.hops)
+        turns = step_turns(program, when)
     labels = OpIndex.of(program)
-    waits = (inputs(program, labels), reuses(program, labels), turns)
+    waits = (inputs(program, labels), reuses(program, labels, when), turns)
     op, wanted = (np.concatenate([pair[side] for pair in waits]) for side in (0, 1))
     order = np.argsort(op, kind="stable")
     dep_ptr = np.zeros(program.num_ops + 1, np.int64)

@@ -14,6 +14,7 @@ from treadle.weights.bundles import Bundle, Ranks, Unit, make_bundles, size_in_b
 from treadle.weights.collecting import uncollected
 from treadle.weights.geometry import disjoint
 from treadle.weights.match import Matcher
+from treadle.weights.matched_steps import Hops, matched_steps
 from treadle.weights.missing import missing_tensors, who_wants
 from treadle.weights.sources import choose_sources, fill_buckets
 from treadle.weights.tensor_boxes import Box, Holding, Piece, Tensor
@@ -29,13 +30,21 @@ class Item:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The pieces that one source copies to its device and sends at once: to all devices, or to `dests` alone."""
+    """The pieces that one source copies to its device and sends at once.
+
+    They go to all devices, or to the first of `dests`, and from each of these to the next.
+    """
 
     source: int
     round: int
     items: tuple[Item, ...]
     size_bytes: int
     dests: tuple[int, ...] = ()
+
+    @property
+    def times(self) -> int:
+        """How often it is sent: a broadcast counts once."""
+        return max(1, len(self.dests))
 
     @cached_property
     def all_of_it(self) -> tuple[Take, ...]:
@@ -65,7 +74,7 @@ class UpdatePlan(ShownInNotebooks):
 
     `num_h2d` 0: a source copies straight into the IPC buffer that it will broadcast from. A targeted plan
     (`num_targets` takers) has no `takes`: the `dests` of a bucket take all of it. Where ranks do not see the elements
-    of other ranks' buckets, `shared` are the pieces that several ranks have, to be compared by themselves.
+    of all buckets, `shared` are the pieces that several ranks have, to be compared by themselves.
     """
 
     tensors: dict[str, Tensor]
@@ -89,6 +98,11 @@ class UpdatePlan(ShownInNotebooks):
             return self.takes[worker][bucket]
         moved = self.buckets[bucket]
         return moved.all_of_it if worker in moved.dests else ()
+
+    @cached_property
+    def hops(self) -> Hops:
+        """Who sends each bucket of a targeted plan to whom, and in which step."""
+        return matched_steps([(bucket.source, *bucket.dests) for bucket in self.buckets], self.num_ipc)
 
     def digest(self) -> str:
         """The same in any process that holds the same plan; notes are for people and not part of it."""

@@ -20,7 +20,7 @@ UNIT_TICKS = {kind: UNIT.ticks * (4 if kind is OpKind.H2D else 1) for kind in UP
 class Rates:
     """Bytes a second by kind of op (None: takes no time); seconds that each broadcast takes besides, and the first.
 
-    A bucket that goes to one device takes what a broadcast of it takes.
+    A bucket that goes along a route takes at each hop what a broadcast of it takes.
     """
 
     h2d: float | None = None
@@ -61,7 +61,10 @@ def update_ticks(program: Program, rates: Rates | None) -> tuple[Longs, Clock]:
         if rate is not None:
             dur[mine] = program.size_bytes[mine] / rate
     dur[moving] += rates.latency_s
-    dur[moving & (program.cell == program.cell[moving].min(initial=np.iinfo(np.int32).max))] += rates.start_s
+    first = moving & (program.cell == program.cell[moving].min(initial=np.iinfo(np.int32).max))
+    rank, peer = (column[program.lane_of] for column in (program.lane_rank, program.lane_peer))
+    sends_on = first & (program.kind != OpKind.BROADCAST) & (rank != program.layer) & (peer != program.layer)
+    dur[first & ~sends_on] += rates.start_s
     return np.rint(dur * 1e6 * MICROSECONDS.ticks).astype(np.int64), MICROSECONDS
 
 

@@ -2,12 +2,13 @@
 
     h2d          what last read its H2D buffer: a broadcast, a send, or the reload of a bucket that stays on its device;
                  straight into an IPC buffer: the reload of what was in that one
-    broadcast    on its source its h2d; on every device the reload of what was in the IPC buffer before
-    send         its h2d
-    receive      the reload of what was in its IPC buffer before
+    broadcast    on its source its h2d; on every device the reload of what was in its IPC buffer before
+    send         its h2d; of a bucket that the device sends on, its receive
+    receive      the reload of what was in its IPC buffer before, and its send, where it is sent on
     reload       its broadcast or receive; of a bucket that stays on its device, its h2d
 
-"Before" is by the order in which buckets move. An op is named by its kind and its bucket's number, on its device.
+"Before" is by the order in which buckets come to a device. An op is named by its kind and its bucket's number, on its
+device.
 """
 
 from __future__ import annotations
@@ -94,14 +95,13 @@ def inputs(program: Program, labels: OpIndex) -> tuple[Ints, Ints]:
     )
     stays = np.isin(program.cell[reload], program.cell[np.isin(program.kind, BUCKET_COMES)], invert=True)
     copied = np.where(stays, _mate(program, labels, reload, OpKind.H2D), NEVER).astype(np.int32)
-    return np.concatenate([reload, sent]), np.concatenate(
-        [_first(arrived, copied), _mate(program, labels, sent, OpKind.H2D)]
-    )
+    packed = _first(_mate(program, labels, sent, OpKind.RECV_BUCKET), _mate(program, labels, sent, OpKind.H2D))
+    return np.concatenate([reload, sent]), np.concatenate([_first(arrived, copied), packed])
 
 
-def reuses(program: Program, labels: OpIndex) -> tuple[Ints, Ints]:
-    """Pairs (op, what last reads the bytes that it overwrites), where something does."""
-    pairs = [*_ipc_reuses(program, labels), _h2d_reuses(program, labels)]
+def reuses(program: Program, labels: OpIndex, when: Longs) -> tuple[Ints, Ints]:
+    """Pairs (op, what last reads the bytes that it overwrites), where something does; `when` has the order of ops."""
+    pairs = [*_ipc_reuses(program, labels, when), _h2d_reuses(program, labels)]
     op, reader = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
     return op[reader != NEVER], reader[reader != NEVER]
 
@@ -126,7 +126,7 @@ def _mate(program: Program, labels: OpIndex, ops: Ints, kind: OpKind) -> Ints:
     return labels.at(kind, _rank(program, ops), program.cell[ops])
 
 
-def _before(program: Program, ops: Ints, buffer: Ints, place: Ints) -> tuple[Ints, Ints]:
+def _before(program: Program, ops: Ints, buffer: Ints, place: Longs | Ints) -> tuple[Ints, Ints]:
     """Of ops in the order of `place`, those with another one before them in their device's buffer, and that one."""
     order = np.lexsort((place, buffer, _rank(program, ops)))
     rank, buffer, ops = _rank(program, ops)[order], buffer[order], ops[order]
@@ -134,18 +134,17 @@ def _before(program: Program, ops: Ints, buffer: Ints, place: Ints) -> tuple[Int
     return ops[1:][same], ops[:-1][same]
 
 
-def _ipc_reuses(program: Program, labels: OpIndex) -> list[tuple[Ints, Ints]]:
+def _ipc_reuses(program: Program, labels: OpIndex, when: Longs) -> list[tuple[Ints, Ints]]:
     """Broadcasts and receives into an IPC buffer, and copies straight into it."""
     pairs = []
     for kind in BUCKET_COMES:
         filled = _of(program, labels, kind)
-        # Receives are on a lane for each peer, so that their order is that of their buckets.
-        place = filled if kind is OpKind.BROADCAST else program.cell[filled]
-        later, earlier = _before(program, filled, program.chunk[filled].astype(np.int32), place)
+        later, earlier = _before(program, filled, program.chunk[filled].astype(np.int32), when[filled])
         freed = _mate(program, labels, earlier, OpKind.RELOAD)
         copy = _mate(program, labels, later, OpKind.H2D)
         straight = (copy != NEVER) & (program.chunk[copy] == NEVER)
         pairs += [(later, freed), (copy[straight], freed[straight])]
+        pairs.append((later, _mate(program, labels, earlier, OpKind.SEND_BUCKET)))
     return pairs
 
 
@@ -161,22 +160,20 @@ def _h2d_reuses(program: Program, labels: OpIndex) -> tuple[Ints, Ints]:
 def missing(program: Program, labels: OpIndex) -> tuple[list[tuple[OpKind, int, int, int]], Ints]:
     """(kind, rank, round, source) of ops that are not there though their bucket is; and ops on a device without a part.
 
-    A bucket is there if it has one op on any lane. If none of them is a broadcast, it goes to one device: the one that
-    it is sent to, else the one that receives or reloads it.
+    A bucket is there if it has one op on any lane. If none of them is a broadcast, it goes along a route: to all
+    devices that reload it, receive it, or that it is sent to.
     """
     ops = np.flatnonzero(labels.known)
-    buckets, at = np.unique(program.cell[ops], return_index=True)
-    source, turn = program.layer[ops[at]].astype(np.int32), program.mb[ops[at]]
+    buckets, first, place = np.unique(program.cell[ops], return_index=True, return_inverse=True)
+    source, turn = program.layer[ops[first]].astype(np.int32), program.mb[ops[first]]
     every = np.arange(labels.num_ranks, dtype=np.int32)
     wide = np.isin(buckets, program.cell[ops[program.kind[ops] == OpKind.BROADCAST]])
-    dest = _destinations(program, ops, labels.num_buckets)[buckets]
     wanted: list[tuple[OpKind, Ints, Longs]] = [(OpKind.H2D, source, np.arange(len(buckets)))]
     whole = np.flatnonzero(wide)
     for kind in (OpKind.BROADCAST, OpKind.RELOAD):
         wanted.append((kind, np.tile(every, len(whole)), np.repeat(whole, len(every))))
-    alone, moves = np.flatnonzero(~wide), np.flatnonzero(~wide & (dest != source))
-    wanted.append((OpKind.RELOAD, dest[alone], alone))
-    wanted += [(OpKind.SEND_BUCKET, source[moves], moves), (OpKind.RECV_BUCKET, dest[moves], moves)]
+    narrow = ~wide[place]
+    wanted += _on_routes(program, ops[narrow], place[narrow], source, np.flatnonzero(~wide))
     found, expected = [], [np.zeros(0, np.int32)]
     for kind, rank, bucket in wanted:
         there = labels.at(kind, rank, buckets[bucket])
@@ -188,12 +185,19 @@ def missing(program: Program, labels: OpIndex) -> tuple[list[tuple[OpKind, int, 
     return found, strays.astype(np.int32)
 
 
-def _destinations(program: Program, ops: Longs, num_buckets: int) -> Ints:
-    """For each bucket the device that it goes to, by its reload, its receive or, before these, its send."""
-    dest = np.zeros(num_buckets, np.int32)
-    for kind in (OpKind.RELOAD, OpKind.RECV_BUCKET):
-        there = ops[program.kind[ops] == kind]
-        dest[program.cell[there]] = program.lane_rank[program.lane_of[there]]
-    sent = ops[program.kind[ops] == OpKind.SEND_BUCKET]
-    dest[program.cell[sent]] = program.lane_peer[program.lane_of[sent]]
-    return np.clip(dest, 0, None)
+def _on_routes(
+    program: Program, ops: Longs, bucket: Longs, source: Ints, buckets: Longs
+) -> list[tuple[OpKind, Ints, Longs]]:
+    """(kind, ranks, buckets) of the ops that buckets on routes must have, by those that they have."""
+    ranks, lane, kind = program.num_ranks, program.lane_of[ops], program.kind[ops]
+    rank, peer = program.lane_rank[lane], np.clip(program.lane_peer[lane], 0, None)
+    takes, comes, leaves = (kind == one for one in (OpKind.RELOAD, OpKind.RECV_BUCKET, OpKind.SEND_BUCKET))
+    key = bucket * ranks
+    takers = np.concatenate([(key + rank)[takes | comes], (key + peer)[leaves]])
+    alone = np.setdiff1d(buckets, takers // ranks)
+    taken, taker = np.divmod(np.union1d(takers, alone * ranks + source[alone]), ranks)
+    moved = taker != source[taken]
+    first = taken[moved] * ranks + source[taken[moved]]
+    sent, sender = np.divmod(np.union1d((key + peer)[comes], first), ranks)
+    wanted = ((OpKind.RELOAD, taker, taken), (OpKind.RECV_BUCKET, taker[moved], taken[moved]))
+    return [(kind, who.astype(np.int32), which) for kind, who, which in (*wanted, (OpKind.SEND_BUCKET, sender, sent))]

@@ -99,6 +99,11 @@ class BucketLoop:
         self._sizes: dict[int, int] = {}
         self._arrived: tuple[Buffer, int] | None = None
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all buckets that this rank sees."""
+        return sum(bucket.size_bytes for bucket in self.shares.plan.buckets)
+
     def run(self, fill: Fill, loads: bool, progress: Callable[[int], None]) -> None:
         """Move all buckets, until the worker has loaded its part; `loads`: it has one."""
         plan = self.shares.plan
@@ -193,7 +198,8 @@ class BucketLoop:
 
     def total_bytes(self) -> int:
         """Return the bytes of changed elements that all ranks have sent. All ranks call this together."""
-        own = sum(size for number, size in self._sizes.items() if self.shares.plan.buckets[number].source == self.rank)
+        buckets = self.shares.plan.buckets
+        own = sum(size * buckets[at].times for at, size in self._sizes.items() if buckets[at].source == self.rank)
         total = torch.tensor([own], dtype=torch.int64, device=self.device)
         self.wait(self.group.allreduce([total]))
         return int(total)
@@ -216,15 +222,18 @@ class BucketLoop:
     def _await_loaded(self, last: int) -> None:
         """Wait until the worker has loaded the buckets up to this one."""
         while self._waiting and self._waiting[0] <= last:
-            assert self.worker is not None
-            self.where.bucket, self.where.on_worker = self._waiting[0], True
-            loaded = self.worker.expect(Moved, self.deadline_s, self.epoch)
-            number = self._waiting.popleft()
-            _compare_bucket(loaded, number)
-            self.times.reload[number] = loaded.start_ns, loaded.end_ns
-            if self._packed is not None:
-                self._packed.done(number)
-            self.where.on_worker = False
+            self._await_next()
+
+    def _await_next(self) -> None:
+        assert self.worker is not None
+        self.where.bucket, self.where.on_worker = self._waiting[0], True
+        loaded = self.worker.expect(Moved, self.deadline_s, self.epoch)
+        number = self._waiting.popleft()
+        _compare_bucket(loaded, number)
+        self.times.reload[number] = loaded.start_ns, loaded.end_ns
+        if self._packed is not None:
+            self._packed.done(number)
+        self.where.on_worker = False
 
 
 def _compare_bucket(answer: Moved, number: int) -> None:

@@ -41,7 +41,7 @@ class Loading:
         self.context, self.shares, self.layouts, self.source, self.epoch = context, shares, layouts, source, epoch
         self._delta, self._noted = delta, noted
         self._deltas: DeltaPacker | None = None
-        self.moved_bytes = sum(bucket.size_bytes for bucket in shares.plan.buckets)
+        self.moved_bytes = sum(bucket.size_bytes * bucket.times for bucket in shares.plan.buckets)
         group = context.broadcasts.group_of(layouts.group, context.inbox)
         self._comparison = self._compare()
         looking = [comparing for comparing in (self._comparison, ties) if comparing is not None]
@@ -71,9 +71,7 @@ class Loading:
 
         Return digests of the pieces that this rank shares with others, where no rank sees another's elements.
         """
-        plan, rank = self.shares.plan, self.context.rank
-        seen = plan.buckets if not plan.is_targeted else [b for b in plan.buckets if rank in (b.source, *b.dests)]
-        total, done = sum(bucket.size_bytes for bucket in seen), 0
+        total, done = self.loop.size_bytes, 0
 
         def progress(size_bytes: int) -> None:
             nonlocal done

@@ -47,10 +47,15 @@ def trace_of(plan: UpdatePlan, ranks: Sequence[Longs], about: str) -> Trace:
 
 
 def _begin_together(program: Program, start: Longs, end: Longs) -> None:
-    broadcast = np.flatnonzero(np.isin(program.kind, BUCKET_MOVES))
-    launched = np.zeros(int(program.cell.max(initial=-1)) + 1, np.int64)
-    np.maximum.at(launched, program.cell[broadcast], start[broadcast])
-    start[broadcast] = np.minimum(launched[program.cell[broadcast]], end[broadcast])
+    moves = np.flatnonzero(np.isin(program.kind, BUCKET_MOVES))
+    lane, sends = program.lane_of[moves], program.kind[moves] == OpKind.SEND_BUCKET
+    receiver = np.where(sends, program.lane_peer[lane], program.lane_rank[lane])
+    receiver[program.kind[moves] == OpKind.BROADCAST] = 0
+    hop = program.cell[moves].astype(np.int64) * program.num_ranks + receiver
+    _, meeting = np.unique(hop, return_inverse=True)
+    launched = np.zeros(len(moves), np.int64)
+    np.maximum.at(launched, meeting, start[moves])
+    start[moves] = np.minimum(launched[meeting], end[moves])
 
 
 def _in_turn(program: Program, start: Longs, end: Longs, idle: Longs) -> None:
