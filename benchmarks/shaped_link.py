@@ -39,6 +39,10 @@ class ShapedLink:
         """Pulls a host's cable."""
         _run("ip", "link", "set", f"{self._name}b{host}", "down")
 
+    def mend(self, host: int) -> None:
+        """Plugs a host's cable in again."""
+        _run("ip", "link", "set", f"{self._name}b{host}", "up")
+
     def __enter__(self) -> ShapedLink:
         try:
             bridge = self._name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import select
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from shaped_link import ShapedLink, why_not
+from tests.support.network_spaces import move_to
 from tests.support.patience import PATIENT_S, SOON_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update.crashes import Crash, arm
@@ -46,7 +46,6 @@ from treadle.wire.seal import NONCE_BYTES, Seal, read_key
 pytestmark = pytest.mark.slow
 
 OPTIONS = UpdateOptions(SMALL, deadline_s=PATIENT_S, drain_s=1)
-CLONE_NEWNET = 0x40000000
 
 
 # ---- the seal --------------------------------------------------------------------------------------------------------
@@ -373,20 +372,12 @@ def test_strangers_at_the_port_change_nothing() -> None:
 # ---- a network between them ------------------------------------------------------------------------------------------
 
 
-def move_to(space: str) -> None:
-    """This thread, and those it will start, to another network namespace."""
-    with Path(f"/run/netns/{space}").open() as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"setns to {space}")
-
-
 def over_a_link(
     rank: int, link: ShapedLink, port: int, hosts: Hosts, have: Holding, versions: list[int], mark: Path
 ) -> tuple[list[int], str, float]:
     """Updates from a rank that has moved to its host, for good; the last one may fail."""
     dist.destroy_process_group()
-    move_to(link.space(rank // 2))
-    os.environ["GLOO_SOCKET_IFNAME"] = link.interface(rank // 2)
+    move_to(link, rank // 2)
     store = TCPStore(link.address(0), port, 4, is_master=rank == 0, timeout=timedelta(seconds=30))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=30))
     made = []

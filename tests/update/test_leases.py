@@ -118,6 +118,24 @@ def test_a_later_coordinator_of_a_log_keeps_the_earlier_one_from_writing(tmp_pat
     third.close()
 
 
+def test_a_coordinator_that_has_not_written_the_log_yet_goes_by_what_the_one_before_writes(tmp_path: Path) -> None:
+    """Leases have no end, so nothing is written before the first attempt."""
+    first = CommitLog(tmp_path / "l")
+    first.lead(None)
+    epoch = first.begin(0)
+    first._lock.give_back()
+    second = CommitLog(tmp_path / "l")
+    second.lead(None)
+    first.commit(1, epoch)
+    assert (second.record.version, second.record.epochs, second.record.id) == (1, (epoch,), first.record.id)
+    assert second.record.term == first.record.term + 1
+    assert second.begin(epoch) == epoch + 1
+    with pytest.raises(BlockingIOError, match="led by another coordinator, of term 2, this one is of term 1"):
+        first.commit(2, epoch)
+    assert second.record.version == 1
+    second.close()
+
+
 def test_a_policy_takes_leases_that_end() -> None:
     for given in ({"policy": 2}, {"policy": 0, "lease_s": 3.0}):
         with pytest.raises(ValueError, match="leaves replicas out, which takes leases that end"):

@@ -106,7 +106,8 @@ def test_a_worker_without_a_rank_is_named_and_serves_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("speaks", "words"), [((None, None), "none of them speaks for a worker"), ((0, 0), "both speak for worker 0")]
+    ("speaks", "words"),
+    [((None, None), "none of them speaks for a worker"), ((0, 0), "update ranks 0 and 1, in phase enter")],
 )
 def test_ranks_without_a_worker_and_two_for_one_are_refused(speaks: tuple[int | None, ...], words: str) -> None:
     sets = Sets(stages(2), columns(1), (0, 1), speaks)

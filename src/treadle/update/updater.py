@@ -236,7 +236,7 @@ class Updater:
                 raise
             raise known from error
         finally:
-            self.attempt = attempt = known = None  # the error's traceback holds this frame, which would hold all of it
+            self.attempt = attempt = known = None  # the error's traceback holds this frame
         done.seconds["total"] = time.perf_counter() - began
         return done
 

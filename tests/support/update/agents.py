@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -15,8 +17,10 @@ from typing import Any
 
 import torch
 
+from shaped_link import ShapedLink
+from tests.support.network_spaces import move_to
 from tests.support.patience import PATIENT_S
-from tests.support.rank_pool import server
+from tests.support.rank_pool import SHOW_STACKS, server
 from tests.support.update.workers import Asker, Workers, _end_with_parent, ask_once
 from treadle.dist.rank_world import RankWorld
 from treadle.update import Source, UpdateError, UpdateOptions, Updater
@@ -26,7 +30,10 @@ from treadle.update.protocol.update_messages import Answer
 
 @dataclass(frozen=True)
 class Calling:
-    """How ranks call: `num` of them, at a port, with these weights, after `agents` agents have joined."""
+    """How ranks call: `num` of them, at a port, with these weights, after `agents` agents have joined.
+
+    `speaks`: the worker of each rank, where no agents do. `link`: each rank, and then each agent, is on its own host.
+    """
 
     sockets: Path
     ledger: Path
@@ -37,6 +44,24 @@ class Calling:
     agents: int = 0
     takeover: bool = False
     key: Path | None = None
+    speaks: tuple[int, ...] = ()
+    link: ShapedLink | None = None
+
+    @property
+    def address(self) -> str:
+        return self.link.address(0) if self.link is not None else "127.0.0.1"
+
+    def enter(self, host: int) -> None:
+        """Become a process of a host, that ends with its parent."""
+        torch.set_num_threads(1)
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+        faulthandler.register(SHOW_STACKS, all_threads=True)
+        if self.link is not None:
+            move_to(self.link, host)
+
+
+Order = Callable[[Updater, Calling], "Outcome"]
+"""What a calling rank does."""
 
 
 @dataclass(frozen=True)
@@ -46,25 +71,24 @@ class Outcome:
     error: str = ""
     notes: tuple[str, ...] = ()
     who: str = ""
+    version: int = 0
 
 
 def _agent_main(worker: int, how: Calling) -> None:
-    torch.set_num_threads(1)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    Agent(how.sockets, worker, Meeting("127.0.0.1", how.port, str(how.key) if how.key is not None else None)).run()
+    how.enter(how.num + worker)
+    Agent(how.sockets, worker, Meeting(how.address, how.port, str(how.key) if how.key is not None else None)).run()
 
 
 def _caller_main(rank: int, how: Calling, pipe: Connection) -> None:
-    torch.set_num_threads(1)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    how.enter(rank)
     if rank == 0:
-        world = RankWorld.host(how.num, port=how.port)
+        world = RankWorld.host(how.num, how.address, how.port)
     else:
-        world = RankWorld.join("127.0.0.1", how.port, rank, how.num)
+        world = RankWorld.join(how.address, how.port, rank, how.num)
     with Updater(
         how.sockets,
         ledger=how.ledger,
-        worker=None,
+        worker=how.speaks[rank] if how.speaks else None,
         options=how.options,
         world=world,
         agents=how.agents,
@@ -73,12 +97,25 @@ def _caller_main(rank: int, how: Calling, pipe: Connection) -> None:
     ) as updater:
         pipe.send("up")
         while True:
-            version = pipe.recv()
-            try:
-                done = updater.update(how.make(rank, version), version)
-                pipe.send(Outcome(notes=done.notes))
-            except UpdateError as error:
-                pipe.send(Outcome(str(error), who=error.who))
+            order: Order = pipe.recv()
+            pipe.send(order(updater, how))
+
+
+@dataclass(frozen=True)
+class Bring:
+    """Brings a version, or, if that is 0, the committed one to workers that do not serve it."""
+
+    version: int
+
+    def __call__(self, updater: Updater, how: Calling) -> Outcome:
+        try:
+            if self.version:
+                done = updater.update(how.make(updater.rank, self.version), self.version)
+            else:
+                done = updater.recover()
+            return Outcome(notes=done.notes, version=done.version)
+        except UpdateError as error:
+            return Outcome(str(error), who=error.who)
 
 
 class AgentFleet:
@@ -122,9 +159,11 @@ class AgentFleet:
             pipe.close()
         self.callers = []
 
-    def begin(self, version: int) -> None:
+    def begin(self, order: int | Order) -> None:
+        """Have the ranks that call follow an order, or update to a version."""
         for _, pipe in self.callers:
-            pipe.send(version)
+            with suppress(BrokenPipeError):
+                pipe.send(Bring(order) if isinstance(order, int) else order)
 
     def outcome(self) -> Outcome:
         outcomes = list[Outcome]()

@@ -20,10 +20,13 @@ from treadle.weights.tensor_boxes import Box, Holding, Tensor
 SIGN = np.uint16(1 << 15)
 
 
-def elements(tensor: Tensor, box: Box, version: int, rate: float = 0.01) -> npt.NDArray[np.uint16]:
-    """Any bits, NaNs among them; in each version some are others, and of some only the sign changes."""
+def elements(tensor: Tensor, box: Box, version: int, rate: float = 0.01, last: int = 1 << 20) -> npt.NDArray[np.uint16]:
+    """Any bits, NaNs among them; in each version some are others, and of some only the sign changes.
+
+    `last`: what changed earlier than so many versions ago is as it was at first, so that late ones are soon made.
+    """
     made = numbers(tensor, box, 1).copy()
-    for number in range(2, version + 1):
+    for number in range(max(2, version + 1 - last), version + 1):
         chance = numbers(replace(tensor, name=f"{tensor.name} changed"), box, number)
         chosen, turned = chance < rate * 65536, chance < rate * 6554
         made[chosen] = numbers(tensor, box, number)[chosen]
@@ -31,18 +34,18 @@ def elements(tensor: Tensor, box: Box, version: int, rate: float = 0.01) -> npt.
     return made
 
 
-def changing_source(have: Holding, rank: int, version: int, rate: float = 0.01) -> Source:
+def changing_source(have: Holding, rank: int, version: int, rate: float = 0.01, last: int = 1 << 20) -> Source:
     held = {}
     for piece in have.pieces[rank]:
-        array = elements(have.tensors[piece.tensor], piece.box, version, rate)
+        array = elements(have.tensors[piece.tensor], piece.box, version, rate, last)
         held[piece] = torch.from_numpy(array).view(torch.bfloat16)
     return Source(have.tensors, held)
 
 
-def right_elements(want: Holding, worker: int, version: int) -> str:
+def right_elements(want: Holding, worker: int, version: int, last: int = 1 << 20) -> str:
     """The digest that a plain worker must have."""
     held = {
-        piece.tensor: torch.from_numpy(elements(want.tensors[piece.tensor], piece.box, version))
+        piece.tensor: torch.from_numpy(elements(want.tensors[piece.tensor], piece.box, version, last=last))
         for piece in want.pieces[worker]
     }
     return digest_of(held)
@@ -54,6 +57,7 @@ class CompareElements:
 
     version: int
     rate: float = 0.01
+    last: int = 1 << 20
 
     def __call__(self, adapter: Plain) -> list[str]:
         tensors = {tensor.name: tensor for tensor in adapter.layout().tensors}
@@ -62,7 +66,7 @@ class CompareElements:
             for piece in adapter.layout().pieces
             if not np.array_equal(
                 opaque(adapter.held[piece.tensor]),
-                elements(tensors[piece.tensor], piece.box, self.version, self.rate),
+                elements(tensors[piece.tensor], piece.box, self.version, self.rate, self.last),
             )
         ]
 

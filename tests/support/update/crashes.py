@@ -22,7 +22,10 @@ DECISIONS = ("before commit", "after commit", "amid telling")
 
 @dataclass(frozen=True)
 class Crash:
-    """Kills an update rank: at a bucket, before or after it reports a phase, or around the decision."""
+    """Kills an update rank: at a bucket, before or after it reports a phase, or around the decision.
+
+    A campaign does something else there (`act_at`).
+    """
 
     rank: int
     when: str
@@ -41,19 +44,21 @@ class Flip:
 def arm(updater: Updater, crash: Crash | None, flip: Flip | None, marks: Path) -> None:
     """Arm the fault on the rank that it names."""
     if crash is not None and crash.rank == updater.rank:
-        _arm_crash(updater, crash, marks)
+
+        def die() -> None:
+            marks.write_text(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        act_at(updater, crash, die)
     if flip is not None and flip.rank == updater.rank:
         _arm_flip(updater, flip)
 
 
-def _arm_crash(updater: Updater, crash: Crash, marks: Path) -> None:
-    def die() -> None:
-        marks.write_text(str(time.monotonic()))
-        os.kill(os.getpid(), signal.SIGKILL)
-
+def act_at(updater: Updater, crash: Crash, act: Callable[[], None]) -> None:
+    """Do something on this rank where the crash would be."""
     if crash.when == "bucket":
         seen = iter(range(1 << 30))
-        updater.context.progress = lambda done, total: die() if next(seen) == crash.bucket else None
+        updater.context.progress = lambda done, total: act() if next(seen) == crash.bucket else None
     elif crash.when in ("before", "after"):
         member, send = updater.context.coordinator, updater.context.coordinator.send
 
@@ -61,33 +66,33 @@ def _arm_crash(updater: Updater, crash: Crash, marks: Path) -> None:
             named = "enter" if isinstance(message, Enter) else message.phase
             here = isinstance(message, Enter | Report) and named == crash.phase
             if here and crash.when == "before":
-                die()
+                act()
             send(message, phase)
             if here:
-                die()
+                act()
 
         member.send = sending  # type: ignore[method-assign]
     else:
-        _arm_decision(updater, crash, die)
+        _arm_decision(updater, crash, act)
 
 
-def _arm_decision(updater: Updater, crash: Crash, die: Callable[[], None]) -> None:
+def _arm_decision(updater: Updater, crash: Crash, act: Callable[[], None]) -> None:
     coordinator = updater.coordinator
     assert coordinator is not None
     commit, tell = coordinator.ledger.commit, coordinator.links.tell
 
     def committing(version: int, epoch: int) -> None:
         if crash.when == "before commit":
-            die()
+            act()
         commit(version, epoch)
         if crash.when == "after commit":
-            die()
+            act()
         coordinator.links.tell = telling  # type: ignore[method-assign]
 
     def telling(rank: int, body: bytes, timeout_s: float) -> None:
         tell(rank, body, timeout_s)
         if rank == 1:
-            die()
+            act()
 
     coordinator.ledger.commit = committing  # type: ignore[method-assign]
 

@@ -143,7 +143,7 @@ class TreadleCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             key=self.key,
             address=self.address if self.is_master and self.key is not None else None,
             options=self.options,
-            takeover=True,  # verl's manager says which rollouts there are
+            takeover=True,  # verl makes new engines at each start and retry, and its manager says which there are
             world=world,
         )
         self._versions = AnnouncedVersions(world)

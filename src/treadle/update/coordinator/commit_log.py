@@ -50,22 +50,36 @@ class CommitLog:
             raise BlockingIOError(
                 f"another coordinator holds the ledger in {directory}; end it, or use another directory"
             )
-        self.record = _read(self._path)
+        self._is_written, self._leads = False, False
+        self.lease_ns: int | None = None
+        self._id = secrets.token_hex(16)
+        self._mark = _mark_of(self._path)
+        self._record = self._read_in()
         self.members: tuple[Member, ...] = self.record.members
         """The workers of the attempt under way."""
-        if not self.record.id:
-            self.record = msgspec.structs.replace(self.record, id=secrets.token_hex(16))
-        self._is_written = False
-        self._mark: tuple[int, int] | None = None
-        self.lease_ns: int | None = None
         self._counter = directory / "attempts"
         counted = self._counter.read_bytes() if self._counter.exists() else b""
         known = counted.isdigit() and len(counted) < len(str(MOST))  # a torn file; workers know the last number
         self.attempt = max(int(counted) if known else 0, *self.record.epochs, 0)
 
+    @property
+    def record(self) -> Record:
+        """The log's content. Where the lock is lost, a coordinator before may write it until this one has."""
+        if not self._is_written and _mark_of(self._path) != self._mark:
+            with suppress(ValueError):  # what is torn is written anew
+                self._mark = _mark_of(self._path)
+                self._record = self._read_in()
+        return self._record
+
+    def _read_in(self) -> Record:
+        record = _read(self._path)
+        record = record if record.id else msgspec.structs.replace(record, id=self._id)
+        return led(record, self.lease_ns) if self._leads else record
+
     def lead(self, lease_ns: int | None) -> None:
         """Begin a coordinator's term, in which leases have this length. On disk before one is granted, or counted."""
-        self.lease_ns, self.record = lease_ns, led(self.record, lease_ns)
+        self._record = led(self.record, lease_ns)
+        self._leads, self.lease_ns = True, lease_ns
         if lease_ns is not None:
             self._write(self.record)
 
@@ -117,7 +131,7 @@ class CommitLog:
             os.fsync(file.fileno())
         part.rename(self._path)
         _sync(self.directory)
-        self.record, self._is_written, self._mark = record, True, _mark_of(self._path)
+        self._record, self._is_written, self._mark = record, True, _mark_of(self._path)
 
     def close(self) -> None:
         """Release the log; may be called again."""

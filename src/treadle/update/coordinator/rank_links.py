@@ -30,6 +30,7 @@ class RankLinks:
         self.listener, self.world = listener, world
         self.turned_away = ""
         self._ranks: dict[int, RankLink] = {}
+        self._rank_of: dict[RankLink, int] = {}
         self._is_called = False
         self._selector = selectors.DefaultSelector()
         self._waker = Waker()
@@ -63,11 +64,11 @@ class RankLinks:
 
     def is_open(self, link: RankLink) -> bool:
         """True until the connection is dropped."""
-        return link in self.listener.strangers or link in self._ranks.values()
+        return link in self._rank_of or link in self.listener.strangers
 
     def rank_of(self, link: RankLink) -> int | None:
         """Return the rank that joined over this connection; None for a stranger."""
-        return next((rank for rank, other in self._ranks.items() if other is link), None)
+        return self._rank_of.get(link)
 
     def accept(self) -> None:
         """Take a new connection, if `ready` saw one."""
@@ -90,9 +91,9 @@ class RankLinks:
         link.trust()
         link.send(Proceed(0, "enter"), timeout_s=0)
         self.listener.discard(link)
-        self._ranks[hello.rank] = link
+        self._ranks[hello.rank], self._rank_of[link] = link, hello.rank
         link.peer = f"process {hello.pid}" + (f" on {hello.host}" if not link.pid else "")
-        if all(rank in self._ranks for rank in range(self.world)):
+        if len(self._ranks) >= self.world and all(rank in self._ranks for rank in range(self.world)):
             self.turned_away = ""
         return hello.rank
 
@@ -106,7 +107,7 @@ class RankLinks:
         if isinstance(error, WrongKeyError):
             self.turned_away = f"; {link.peer} was turned away: {error}"
         if rank is not None:
-            del self._ranks[rank]
+            del self._ranks[rank], self._rank_of[link]
         else:
             self.listener.discard(link)
             link.refuse(error, timeout_s=0)

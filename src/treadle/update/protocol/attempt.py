@@ -97,6 +97,13 @@ class Attempt:
         return (*(range(self.callers) if self.own is None else ()), *sorted(self.called))
 
     @property
+    def num_cast(self) -> int:
+        """How many ranks take part. Asked after every message: it takes as long for many ranks as for few."""
+        if self.phase != "enter":
+            return len(self.entered)
+        return (self.callers if self.own is None else 0) + len(self.called)
+
+    @property
     def spoken(self) -> Collection[int]:
         """Ranks that have reported in this phase."""
         return self.entered if self.phase == "enter" else self.said
@@ -104,6 +111,7 @@ class Attempt:
     def refuse_entries(self, record: Record, leases: Leases, where: str = "") -> None:
         """Raise AttemptRefusedError where ranks ask for different or impossible things, or find other workers."""
         first, asked = self.first, self.asked
+        self._refuse_speakers()
         for rank, entry in self.entered.items():
             if entry.fault is not None:
                 raise AttemptRefusedError(entry.fault.who, entry.fault.text)
@@ -112,7 +120,10 @@ class Attempt:
         for rank, entry in self.entered.items():
             if entry.asked != asked:
                 raise AttemptRefusedError(f"update rank {rank}", _difference(entry, first, next(iter(self.entered))))
-        self._refuse_speakers()
+        if not self.statuses:
+            raise AttemptRefusedError(
+                "the update ranks", "none of them speaks for a worker; start a rank beside each worker (worker=)"
+            )
         self._refuse_logs(record, where)
         self._refuse_set(record, leases)
         record = self.start_from(record)
@@ -169,19 +180,15 @@ class Attempt:
         return taken_over(record, list(self.statuses.values()), self.members)
 
     def _refuse_speakers(self) -> None:
-        """Refuse ranks that have no worker among them, or of which two speak for one."""
+        """Refuse two ranks that speak for one worker, before faults: one has cut the other's connection to it."""
         speakers: dict[int, int] = {}
-        for rank, status in self.statuses.items():
-            other = speakers.setdefault(status.worker, rank)
+        for rank, entry in sorted(self.entered.items()):
+            other = speakers.setdefault(entry.worker, rank) if entry.worker is not None else rank
             if other != rank:
                 raise AttemptRefusedError(
                     f"update ranks {other} and {rank}",
-                    f"both speak for worker {status.worker}; give each a worker of its own, or none (worker=None)",
+                    f"both speak for worker {entry.worker}; give each a worker of its own, or none (worker=None)",
                 )
-        if not speakers:
-            raise AttemptRefusedError(
-                "the update ranks", "none of them speaks for a worker; start a rank beside each worker (worker=)"
-            )
 
     def _refuse_set(self, record: Record, leases: Leases) -> None:
         """Refuse too few replicas, and a set without a worker whose lease has no end.

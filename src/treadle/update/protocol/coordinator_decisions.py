@@ -118,7 +118,8 @@ class CoordinatorState:
     def is_complete(self) -> bool:
         """Return whether all ranks that take part have reported in this phase."""
         entering = self.attempt.phase == "enter"
-        return self.num_spoken > 0 and not self.missing and not (entering and self.num_awaited)
+        some = 0 < self.num_spoken >= self.attempt.num_cast
+        return some and not self.missing and not (entering and self.num_awaited)
 
 
 Step: TypeAlias = tuple[CoordinatorState, list[Action]]
@@ -198,7 +199,7 @@ def reported(state: CoordinatorState, rank: int, status: Status, record: Record,
     serves something else, or nothing, begin a recovery.
     """
     leases, attempt = state.leases, state.attempt
-    is_member = any(member.incarnation == status.incarnation for member in record.members)
+    is_member = status.incarnation in record.incarnations
     if leases.lease_ns is None or not is_member or not has_committed(record, status) or status.term > record.term:
         return _fill(state, rank, status, record, now_ns)
     entry = attempt.entered[rank].status if rank in attempt.entered else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -33,7 +34,7 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"worker {self.worker} (process {self.pid}{f' on {self.host}' if self.host else ''})"
 
 
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """The committed `version`, and the attempts that committed it: the first, and later recoveries.
 
     `id` is the log's own; files written before logs had ids have none. `took` are logs that committed this version
@@ -48,6 +49,11 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     took: tuple[str, ...] = ()
     term: Count = 0
     lease_ns: Count | None = None
+
+    @cached_property
+    def incarnations(self) -> frozenset[str]:
+        """The members' incarnations. Asked at every report of a worker."""
+        return frozenset(member.incarnation for member in self.members)
 
 
 def replica_of(worker: Member | Status) -> int:
