@@ -72,6 +72,11 @@ def test_a_stop_that_comes_late_does_not_end_the_next_attempt(place: Path, monke
     assert (inbox.bad, client.told) == (None, None)
     there.stop(8)
     assert inbox.wait_bad(PATIENT_S) is not None
+    client.begin(call=5)
+    there.link.send(Fault(0, "the caller", "enter", -1, "the attempt of this call is over", call=4))
+    there.link.send(Go((0,), Grant(9, None, ())))
+    assert client.hear((Go,), "enter") == Go((0,), Grant(9, None, ()))
+    assert inbox.bad is None
     client.close()
     there.close()
 

@@ -39,7 +39,8 @@ class Fault(Message, frozen=True):
 
     `epoch` is 0 where the sender has not heard Go. `corrupt`: bytes differed from their source's. `waited`: a wait for
     other ranks failed, and the sender cannot tell whose fault that is. `committed`, from the coordinator: the attempt's
-    version had been decided before, so workers will serve it.
+    version had been decided before, so workers will serve it. `call`: of an agent, or for one that is turned away, the
+    number of the call that it answers.
     """
 
     epoch: int
@@ -50,6 +51,7 @@ class Fault(Message, frozen=True):
     corrupt: bool = False
     waited: bool = False
     committed: bool = False
+    call: int = 0
 
 
 class Enter(Message, frozen=True):

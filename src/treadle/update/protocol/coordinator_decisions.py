@@ -73,9 +73,10 @@ class CoordinatorState:
     """What the coordinator knows.
 
     The first `world` ranks call for updates; `agents` are those that have joined besides, and no attempt begins before
-    `expected` of them have. `again_ns`: before that no recovery of agents is begun. `lost`: names of calling ranks
-    whose connection ended. `known`: digests of the layouts of which all ranks have made plans.
-    `where` is the log's directory, for errors. `last` is the last attempt that is over.
+    `expected` of them have. `late` are agents without which an attempt went on, with the reason. `again_ns`: before
+    that no recovery of agents is begun. `lost`: names of calling ranks whose connection ended. `known`: digests of the
+    layouts of which all ranks have made plans. `where` is the log's directory, for errors. `last` is the last attempt
+    that is over.
     """
 
     world: int
@@ -87,6 +88,7 @@ class CoordinatorState:
     last: int = 0
     agents: frozenset[int] = frozenset()
     expected: int = 0
+    late: Mapping[int, str] = field(default_factory=dict)
     options: UpdateOptions = field(default_factory=UpdateOptions)
     again_ns: int = 0
 
@@ -127,6 +129,7 @@ Step: TypeAlias = tuple[CoordinatorState, list[Action]]
 
 def hear(state: CoordinatorState, rank: int, message: ToCoordinator, record: Record, now_ns: int = 0) -> Step:
     """Take a rank's message; `record` is the log's."""
+    state = _heard(state, rank)
     attempt, before = state.attempt, list[Action]()
     if isinstance(message, Enter):
         if (refusal := _turn_away(state, rank, message)) is not None:
@@ -147,6 +150,11 @@ def hear(state: CoordinatorState, rank: int, message: ToCoordinator, record: Rec
     return state, [*before, *actions]
 
 
+def _heard(state: CoordinatorState, rank: int) -> CoordinatorState:
+    """An agent that was late is not late any more."""
+    return replace(state, late={r: why for r, why in state.late.items() if r != rank})
+
+
 def _go_on(state: CoordinatorState, record: Record, now_ns: int) -> Step:
     return _try_to_advance(state, record, now_ns) if state.is_complete else (state, [])
 
@@ -157,7 +165,7 @@ def _turn_away(state: CoordinatorState, rank: int, entry: Enter) -> Fault | None
     if rank >= state.world:
         if attempt.phase == "enter" and rank in attempt.called and entry.call == attempt.call:
             return None
-        return Fault(0, "the caller", "enter", -1, "the attempt of this call is over")
+        return Fault(0, "the caller", "enter", -1, "the attempt of this call is over", call=entry.call)
     if not state.lost:
         return None
     gone = ", ".join(state.lost.values())
@@ -181,8 +189,9 @@ def _entered(state: CoordinatorState, rank: int, entry: Enter) -> Step:
 
 
 def _call(state: CoordinatorState, asked: Asked, agents: frozenset[int]) -> Step:
-    """Call agents to an attempt that begins."""
-    attempt = replace(state.attempt, call=state.attempt.call + 1, called=agents)
+    """Call agents to an attempt that begins, but for those that were late and have not been heard since."""
+    agents = agents.difference(state.late)
+    attempt = replace(state.attempt, call=state.attempt.call + 1, called=agents, left_out=state.late)
     told: list[Action] = [Tell(Call(attempt.call, asked), tuple(sorted(agents)))] if agents else []
     return replace(state, attempt=attempt), told
 
@@ -244,6 +253,8 @@ def malformed(state: CoordinatorState, rank: int, who: str, text: str, record: R
 def _leave(state: CoordinatorState, rank: int, fault: Fault) -> Step:
     """A rank that has not heard Go cannot take part any more: all hear of it once all have entered."""
     attempt = state.attempt
+    if rank >= state.world and fault.call != attempt.call:
+        return state, []  # an agent answers an earlier call
     if attempt.phase != "enter":  # Go is on its way
         return stop(state, msgspec.structs.replace(fault, epoch=attempt.epoch))
     if rank not in attempt.entered:
@@ -307,7 +318,7 @@ def lost(state: CoordinatorState, rank: int, name: str, text: str, record: Recor
     if rank < state.world:
         state = replace(state, lost={**state.lost, rank: name})
     else:
-        state = replace(state, agents=state.agents - {rank})
+        state = replace(_heard(state, rank), agents=state.agents - {rank})
         if attempt.phase == "enter" and rank in attempt.called:
             entered = {r: entry for r, entry in attempt.entered.items() if r != rank}
             attempt = replace(attempt, called=attempt.called - {rank}, entered=entered)
@@ -320,12 +331,16 @@ def lost(state: CoordinatorState, rank: int, name: str, text: str, record: Recor
 
 
 def leave_out(state: CoordinatorState, text: str, record: Record, now_ns: int) -> Step | None:
-    """Go on without agents that have not entered, if the policy allows that; None where other ranks are missing."""
+    """Go on without agents that have not entered, if the policy allows that; None where other ranks are missing.
+
+    They are not called again before they are heard.
+    """
     late, attempt = state.missing, state.attempt
     if attempt.phase != "enter" or state.leases.least is None or not late or min(late) < state.world:
         return None
     called, left_out = attempt.called.difference(late), dict.fromkeys(late, text)
-    state = replace(state, attempt=replace(attempt, called=called, left_out={**attempt.left_out, **left_out}))
+    attempt = replace(attempt, called=called, left_out={**attempt.left_out, **left_out})
+    state = replace(state, attempt=attempt, late={**state.late, **left_out})
     return _go_on(state, record, now_ns)
 
 

@@ -49,7 +49,7 @@ class AttemptRun:
         self.state = RankState(
             context.rank, context.options, version=request.asked.version, speaks=context.own_worker is not None
         )
-        self.coordinator.begin()
+        self.coordinator.begin(request.call)
         self.seconds: dict[str, float] = {}
         self.loop: BucketLoop | None = None
         self._has = self._wants = WeightLayout((), ())
@@ -364,7 +364,8 @@ class AttemptRun:
         bad = inbox.bad
         if bad is None:
             fault = self._own_fault(error)
-            self.coordinator.report(fault if self._entered else self._faulty_entry(fault))
+            known = replaced(fault, call=self.request.call)
+            self.coordinator.report(known if self._entered else self._faulty_entry(fault))
             return inbox.wait_bad(EXPLAIN_S + HEAR_S) or UpdateError(replaced(fault, committed=self.state.decided))
         self._end()
         if not rank.is_vague(self.state, bad.fault):

@@ -31,7 +31,7 @@ class CoordinatorClient:
 
     def __init__(self, rendezvous: Rendezvous, rank: int, world: int, inbox: Inbox, options: UpdateOptions) -> None:
         self.inbox, self.options, self._rendezvous = inbox, options, rendezvous
-        self.epoch = 0
+        self.epoch = self.call = 0
         self.told: Fault | None = None
         """The coordinator's word that this attempt failed, if it has sent one."""
         self._stopping = threading.Lock()
@@ -48,7 +48,7 @@ class CoordinatorClient:
     def _take(self, message: Any) -> bool:
         if isinstance(message, Fault):
             with self._stopping:
-                if message.epoch in (0, self.epoch):
+                if message.epoch in (0, self.epoch) and message.call in (0, self.call):
                     self.told = message
                     self.inbox.fail(UpdateError(message))
             return True
@@ -64,10 +64,10 @@ class CoordinatorClient:
             self.epoch, self._met = message.epoch, True  # at once: the next message may belong to this attempt
         return bool(message.epoch != self.epoch)
 
-    def begin(self) -> None:
-        """Begin an attempt; late messages of earlier ones are dropped."""
+    def begin(self, call: int = 0) -> None:
+        """Begin an attempt, that of a call to an agent; late messages of earlier ones are dropped."""
         with self._stopping:  # a Fault that is being taken ends the attempt before, not this one
-            self.epoch, self.told = 0, None
+            self.epoch, self.call, self.told = 0, call, None
             self.inbox.start()
 
     def next_call(self, after: int, timeout_s: float) -> Call | None:

@@ -84,10 +84,12 @@ class Rendezvous:
 
     @contextmanager
     def published(self) -> Iterator[None]:
-        """Publish what is raised here: a rank that cannot start its updater cannot join, and the others wait for it."""
+        """Publish what is raised here: a calling rank that cannot start cannot join, and the others wait for it."""
         try:
             yield
         except Exception as error:
+            if self.world.rank >= self.world.size:
+                raise
             failed = StartFailure(self.world.rank, f"{type(error).__name__}: {error}")
             self._store.set(f"{self.name} failed", msgspec.json.encode(failed).decode())
             if failed.rank == 0:
