@@ -10,7 +10,8 @@ vote and the log. In each round, in turn, targeted and by broadcasts:
     targeted_ratio    seconds of the load phase over what the slowest link needs: the payload of the host that has most
                       to send, or to receive, over the link's rate; medians over rounds, the worse of the two layouts
     broadcast_ratio   the same of broadcasts, against the limit of the targeted plan
-    chain_ratio       null: replicas are not chained
+    chain_ratio       targeted_ratio of the replicas alone, which are a chain: the first sends on what it receives; the
+                      limit counts what hosts send on, too
 
 Then pp2 ep2 into tp4, targeted, with one element in a hundred changed: a whole update, one of the changed elements, and
 another one of these that fails, because a worker refuses to vote when all is loaded: workers go back. Medians over
@@ -37,6 +38,7 @@ import tempfile
 import time
 from dataclasses import replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -221,9 +223,9 @@ def limit_of(plan: UpdatePlan) -> float:
     """Seconds that the slowest link needs for what a plan sends over it."""
     out, into = [0] * HOSTS, [0] * HOSTS
     for bucket in plan.buckets:
-        if bucket.source not in bucket.dests:
-            out[bucket.source] += bucket.size_bytes
-            into[bucket.dests[0]] += bucket.size_bytes
+        for sender, receiver in pairwise((bucket.source, *bucket.dests)):
+            out[sender] += bucket.size_bytes * (sender != receiver)
+            into[receiver] += bucket.size_bytes * (sender != receiver)
     return max(*out, *into) / BYTES_A_S
 
 
@@ -325,6 +327,8 @@ def main() -> None:
                 )
                 shown[f"{layout}_{way}"] = [round(ratio, 3) for ratio in sorted(ratios)]
     shown |= {f"{way}_ratio": round(max(medians[way]), 3) for way in WAYS if medians[way]}
+    if not given.deltas:
+        shown["chain_ratio"] = round(medians["targeted"][LAYOUTS.index("fsdp")], 3)
     print(json.dumps(shown))
 
 

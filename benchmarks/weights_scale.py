@@ -4,7 +4,9 @@
    fitted to two of them, the others predicted; every pair of rows; the same with H2D's bandwidth, not the constant.
 2. What the rows on 256 devices leave over, read as a latency.
 3. A trillion parameters to 2,048 devices: by buffers, sources and buckets, as a range, against the limits of the links.
-4. How long the plan of that update takes to make, for all of the model's tensors.
+4. The same targeted, from ranks that have the model into 128 replicas of TP16, each of which gets a copy of its own, or
+   replicas as chains; with what a tensor costs besides its bytes, against the limit of the links.
+5. How long the plan of that update takes to make, for all of the model's tensors.
 
 Nothing here measures a network. The last line is JSON.
 """
@@ -20,10 +22,13 @@ from itertools import combinations
 
 import numpy as np
 
+from treadle.ir.execute import execute
+from treadle.ir.ops import OpKind
 from treadle.ir.program import Program
 from treadle.weights.bucket_stream import Stream, even_stream
+from treadle.weights.matched_steps import matched_steps
 from treadle.weights.update_lowering import lower_update
-from treadle.weights.update_rates import Rates, simulate_update
+from treadle.weights.update_rates import Rates, simulate_update, update_ticks
 from weights_model import plan_time
 
 GB, GiB = 10**9, 1 << 30
@@ -174,6 +179,75 @@ def large_table(columns: tuple[tuple[int, int], ...]) -> dict[Key, tuple[float, 
     return table
 
 
+REPLICAS, TENSORS = DEVICES // TP, 139_339
+PACK_TENSOR_S, LOAD_TENSOR_S = 11e-6, 6e-6
+"""Processor time of a tensor besides its bytes, at its source and at each worker (benchmarks/update_tensors.py)."""
+TRAINERS = (2048, 256, 16)
+"""Ranks that have the model, each as much of it, of one of the sixteen parts."""
+
+
+def routed_stream(trainers: int, *, chained: bool, replicas: int = REPLICAS) -> Stream:
+    """Each part goes to its replicas from as many trainers, which begin with different replicas."""
+    each, per_part = MODEL_BYTES // trainers, trainers // TP
+    num = -(-each // (GiB // 4 if chained else GiB))
+    routes: list[tuple[int, ...]] = []
+    for turn in range(1 if chained else replicas):
+        for trainer in list(range(trainers)) * num:
+            part, begin = trainer % TP, trainer // TP * replicas // per_part + turn
+            takers = [(begin + i) % replicas * TP + part for i in range(replicas if chained else 1)]
+            routes.append((replicas * TP + trainer, *takers))
+    source = np.array([route[0] for route in routes], np.int32)
+    size = np.full((len(routes), 1), -(-each // num))
+    turns = np.arange(len(routes), dtype=np.int32) // trainers
+    devices = replicas * TP + trainers
+    return Stream(devices, 2, 2, source, turns, size[:, 0], size, matched_steps(routes, 2))
+
+
+def routed_seconds(program: Program, rates: Rates) -> float:
+    """What the simulator says, with what tensors cost besides their bytes."""
+    dur, clock = update_ticks(program, rates)
+    tensors = TENSORS * TP * program.size_bytes / MODEL_BYTES
+    for kind, cost_s in ((OpKind.H2D, PACK_TENSOR_S), (OpKind.RELOAD, LOAD_TENSOR_S)):
+        mine = program.kind == kind
+        dur[mine] += np.rint(tensors[mine] * cost_s * 1e6 * clock.ticks).astype(np.int64)
+    times = execute(program, dur)
+    assert times.finished
+    return float(times.end.max()) / clock.ticks / 1e6
+
+
+def routed_limit(stream: Stream) -> float:
+    """Seconds that the link with most to send or to receive needs."""
+    hops = stream.hops
+    assert hops is not None
+    size = stream.size_bytes[hops.bucket].astype(float)
+    most = max(np.bincount(ends, size).max() for ends in (hops.sender, hops.receiver))
+    return float(most) / 1e9 / NIC_GB_S
+
+
+def routed_table(trainers: tuple[int, ...]) -> dict[str, tuple[float, float, float]]:
+    """The limit, and low and high seconds: without latency, and with that of the rows on 256 devices for each hop."""
+    low = Rates(h2d=50e9, broadcast=NIC_GB_S * 1e9, reload=1e12)
+    high = Rates(h2d=24e9, broadcast=NIC_GB_S * 1e9, reload=1e11, latency_s=max(latency_per_device()))
+    table = {}
+    for number in trainers:
+        for name, chained in (("targeted", False), ("chained", True)):
+            stream = routed_stream(number, chained=chained)
+            program = lower_update(stream)
+            table[f"{number} {name}"] = (
+                routed_limit(stream),
+                routed_seconds(program, low),
+                routed_seconds(program, high),
+            )
+    return table
+
+
+def print_routed(table: dict[str, tuple[float, float, float]]) -> None:
+    """Part 4."""
+    print(f"\nthe same into {REPLICAS} replicas of TP{TP}, over a link of 400 Gb/s each, seconds: limit, low - high")
+    for name, (limit_s, low_s, high_s) in table.items():
+        print(f"{name:18}{limit_s:8.2f}{low_s:8.2f} - {high_s:.2f}{low_s / limit_s:8.2f} times the limit")
+
+
 def print_rows() -> Fit:
     """Part 1, first table."""
     rates, found = fitted_rates(), fit(FITTED, "constant")
@@ -252,6 +326,8 @@ def main() -> None:
     print(f"\nleft over on 256 devices, a broadcast and a device: {', '.join(f'{hop * 1e6:.1f} us' for hop in hops)}")
     table = large_table(COLUMNS[:2] if quick else COLUMNS)
     print_large(table)
+    routed = routed_table(TRAINERS[1:2] if quick else TRAINERS)
+    print_routed(routed)
     plan = {} if quick else plan_time()
     if plan:
         print(
@@ -271,6 +347,7 @@ def main() -> None:
         "latency_us": [hop * 1e6 for hop in hops],
         "large": {f"{n} x {bucket / GiB:.2f} GiB, {h}+{i}": took for (n, bucket, h, i), took in table.items()},
         "limits": limits(),
+        "routed": routed,
         "plan": plan,
     }
     print(json.dumps(result))

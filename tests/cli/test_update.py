@@ -21,6 +21,7 @@ from tests.support.json_output import read_json
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from tests.support.torchrun import run_under_torchrun
+from tests.support.update.changing import CompareElements, elements
 from tests.support.update.models import Compare, model, numbers
 from tests.support.update.workers import Trouble, Workers, ask_once
 from tests.train.checkpoint.states import make_pipe
@@ -74,9 +75,19 @@ def save(directory: Path, version: int) -> Path:
 class Watch:
     """`treadle update --watch` as a person starts it; `said` is what it has printed."""
 
-    def __init__(self, workers: Workers, directory: Path, log: Path) -> None:
+    def __init__(self, workers: Workers, directory: Path, log: Path, *more: str) -> None:
         self.log = log
-        command = [TREADLE, "update", "--watch", str(directory), "--to", str(workers.sockets), "--bucket", "64KiB"]
+        command = [
+            TREADLE,
+            "update",
+            "--watch",
+            str(directory),
+            "--to",
+            str(workers.sockets),
+            "--bucket",
+            "64KiB",
+            *more,
+        ]
         with log.open("wb") as out:
             env = {**os.environ, "COLUMNS": "200"}
             self.process = subprocess.Popen(command, stdout=out, stderr=out, env=env, process_group=0)
@@ -92,6 +103,11 @@ class Watch:
             assert time.monotonic() < until, self.said
             time.sleep(0.05)
 
+    @property
+    def ranks(self) -> list[str]:
+        """The update ranks' processes."""
+        return Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+
     def interrupt(self) -> int:
         os.killpg(self.process.pid, signal.SIGINT)  # as a terminal does
         return self.process.wait(PATIENT_S)
@@ -102,6 +118,30 @@ class Watch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.process.kill()
         self.process.wait()
+
+
+def test_changed_elements_alone_by_ranks_that_stay(workers: Workers, tmp_path: Path) -> None:
+    run, ranks = tmp_path / "run", []
+    run.mkdir()
+    with Watch(workers, run, tmp_path / "log", "--changed", "elements") as watch:
+        watch.until("watching")
+        for version in (1, 2, 3):
+            state = {t.name: torch.from_numpy(elements(t, Box.whole(t.shape), version)) for t in model(1, 32)}
+            part = run / f"tmp-{version}"
+            part.mkdir()
+            save_file({name: each.view(torch.bfloat16) for name, each in state.items()}, part / "model.safetensors")
+            part.rename(run / f"checkpoint-{version}")
+            watch.until(f"version {version} is served by all workers\nmoved")
+            assert [workers.tell(worker, CompareElements(version)) for worker in range(2)] == [[], []]
+            ranks.append(watch.ranks)
+        assert watch.interrupt() == 0, watch.said
+    assert ranks == [ranks[0]] * 3
+    assert len(ranks[0]) == 2
+    moved = [line.split()[1:3] for line in watch.said.splitlines() if line.startswith("moved")]
+    units = {"bytes": 1, "kB": 1000}
+    whole, *deltas = (float(number) * units[unit] for number, unit in moved)
+    assert all(delta < whole / 4 for delta in deltas), moved
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks[0])
 
 
 def save_as_trainer(rank: int, directory: Path, version: int) -> None:

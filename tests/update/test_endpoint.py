@@ -38,7 +38,7 @@ from treadle.update.rank.inbox import Inbox
 from treadle.update.rank.worker_client import WorkerClient, WorkerRefusedError
 from treadle.update.worker.asking import ask
 from treadle.update.worker.endpoint import MOST_ASK_BYTES, MOST_ASKERS, worker_path
-from treadle.update.worker.worker import Worker
+from treadle.update.worker.worker import BUSY_S, Worker
 from treadle.wire.errors import PeerGoneError, RefusedError, WireError
 from treadle.wire.link import Link
 from treadle.wire.listeners import MOST_STRANGERS, call_path
@@ -256,4 +256,19 @@ def test_an_answer_of_another_attempt_is_not_taken(place: Path, monkeypatch: pyt
         assert rank._link is not link
         assert not rank.is_answering
         assert rank.layout(0, PATIENT_S) == endpoint.worker.adapter.layout()
+        rank.drop()
+
+
+def test_a_busy_worker_is_asked_again_until_the_deadline(place: Path) -> None:
+    """It may be making the rollback copy of an attempt that is over."""
+    with Endpoint(Plain({"w": torch.zeros(4)}), place, 0) as endpoint:
+        rank = WorkerClient(place, 0, Inbox(), lambda name, text: None)
+        rank.connect(0, PATIENT_S)
+        endpoint.worker._one.acquire()
+        with pytest.raises(WorkerRefusedError, match="still busy"):
+            rank.ask(Grant(5, None, ()), Status, 1.5 * BUSY_S)
+        later = threading.Timer(2.5 * BUSY_S, endpoint.worker._one.release)
+        later.start()
+        assert rank.ask(Grant(5, None, ()), Status, PATIENT_S).epoch == 5
+        later.join()
         rank.drop()

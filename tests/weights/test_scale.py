@@ -109,6 +109,16 @@ def test_a_trillion_parameters_to_2048_devices(scale: Any, column: int) -> None:
     assert verify_update(lower_update(scale.large_stream(*scale.COLUMNS[column], 2, 2))).clean
 
 
+@pytest.mark.parametrize(("chained", "limit_s"), [(False, 2.57), (True, 1.29)])
+def test_a_chain_takes_a_piece_from_its_source_once(scale: Any, chained: bool, limit_s: float) -> None:
+    """32 trainers, four replicas: a trainer sends four copies, or one, and a device receives a sixteenth."""
+    stream = scale.routed_stream(32, chained=chained, replicas=4)
+    assert round(scale.routed_limit(stream), 2) == limit_s
+    program = lower_update(stream)
+    assert verify_update(program).clean
+    assert scale.routed_seconds(program, Rates(broadcast=50e9)) < 2.5 * limit_s
+
+
 def test_the_model_has_its_published_size() -> None:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:

@@ -51,7 +51,7 @@ def _plan(have: Holding, want: Holding, memory: Memory, only: Collection[str] | 
     wanted, wanting = by_tensor(want, tensors, matcher)
     units = units_of(have, want, tensors, wanted, matcher)
     parts = _parts(units, wanted, len(wanting))
-    num_takes = sum(map(len, parts))
+    num_takes = sum(len(part) * len(takers) for part, takers in zip(parts, wanting, strict=True))
     if num_takes > MOST_TAKES:
         raise UntargetedError(f"broadcasts: devices take {num_takes} boxes, targeted plans have {MOST_TAKES} at most")
     most_bytes = max((sum(size_in_bucket(u.tensor, u.part.box) for u in part) for part in parts), default=0)

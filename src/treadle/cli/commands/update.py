@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +18,7 @@ from treadle.cli.checkpoints import read_source
 from treadle.cli.common_options import Json, parse_bytes, spread_options
 from treadle.cli.output import print_json
 from treadle.cli.terminal import err, out
+from treadle.cli.update_ranks import ORDERS, RANK, StayingRanks, UpdateRanks, orders, workers_at
 from treadle.host.extras import brought_by
 from treadle.ir.show import show_bytes
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
     from treadle.cli.printed import UpdateJson
     from treadle.update import Updated, UpdateOptions, Updater, WeightSource
-
-_RANK = "RANK"
-_WORLD = "WORLD_SIZE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +82,13 @@ class UpdateManner:
     compare_sources: Annotated[
         str, typer.Option(help="What ranks that hold the same weights compare: a sample, all or off.")
     ] = "sample"
+    changed: Annotated[
+        str,
+        typer.Option(
+            help="What moves: all tensors, or with --watch the elements that differ from the version before, which "
+            "update ranks keep in host memory."
+        ),
+    ] = "tensors"
 
     def options(self) -> UpdateOptions:
         """Raises ValueError where a value is not one of those allowed."""
@@ -98,6 +102,7 @@ class UpdateManner:
             self.deadline,
             self.check,
             self.compare_sources,  # type: ignore[arg-type]
+            changed=self.changed,  # type: ignore[arg-type]
         )
 
 
@@ -133,8 +138,8 @@ def update(where: UpdateTarget, how: UpdateManner, scope: UpdateScope, as_json: 
     _require_torch()
     if where.watch is not None:
         raise typer.Exit(_watch(where.watch, where))
-    if _RANK not in os.environ:
-        raise typer.Exit(_start_ranks(where.target, sys.argv[1:]))
+    if RANK not in os.environ:
+        raise typer.Exit(UpdateRanks(len(workers_at(where.target)), sys.argv[1:]).wait())
     raise typer.Exit(_be_rank(where, how.options(), scope, as_json=as_json))
 
 
@@ -151,22 +156,20 @@ def _memory(bucket: str) -> Any:
 
 
 def _watch(directory: Path, where: UpdateTarget) -> int:
-    """Update for each new checkpoint, by ranks of its own, which an interrupt at a terminal does not reach."""
+    """Update for each new checkpoint, by ranks that stay."""
     from treadle.cli.watched_checkpoints import push_each
 
-    if _RANK in os.environ:
+    if RANK in os.environ:
         raise ValueError(
             "--watch starts its update ranks itself, on this host; call it without torchrun, or give each "
             "checkpoint by --from under torchrun"
         )
-    common = _without_watch(sys.argv[1:])
-    return push_each(
-        directory,
-        where.log,
-        lambda found: _start_ranks(
-            where.target, [*common, "--from", str(found.path), "--version", str(found.version)], apart=True
-        ),
-    )
+    with closing(StayingRanks(where.target, _without_watch(sys.argv[1:]))) as ranks:
+        try:
+            return push_each(directory, where.log, lambda found: ranks.update(found.path, found.version))
+        except BaseException:  # a second interrupt, or a mistake
+            ranks.kill()
+            raise
 
 
 def _without_watch(arguments: list[str]) -> list[str]:
@@ -175,38 +178,11 @@ def _without_watch(arguments: list[str]) -> list[str]:
     return arguments[:at] + arguments[at + (1 if "=" in arguments[at] else 2) :]
 
 
-def _start_ranks(target: Path, arguments: list[str], *, apart: bool = False) -> int:
-    """Run this command once for each worker, as ranks of one process group on this host; return the worst exit code.
-
-    `apart`: in sessions of their own, so that signals of a terminal do not reach them.
-    """
-    from torch._C._distributed_c10d import TCPStore
-
-    workers = sorted(target.glob("worker-*.sock"))
-    if not workers:
-        raise ValueError(f"{target} has no sockets of workers; is the engine running, and is this its directory?")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # held here: nobody can take its port
-    ranks: list[subprocess.Popen[bytes]] = []
-    for rank in range(len(workers)):
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        place |= {_RANK: str(rank), _WORLD: str(len(workers))}
-        quiet = {} if rank == 0 else {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        command = [sys.executable, sys.argv[0], *arguments]
-        environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **place}
-        ranks.append(subprocess.Popen(command, env=environment, start_new_session=apart, **quiet))  # type: ignore[call-overload]
-    try:
-        return max(abs(process.wait()) for process in ranks)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-
-
 # ---- one update rank -------------------------------------------------------------------------------------------------
 
 
 def _be_rank(where: UpdateTarget, options: UpdateOptions, scope: UpdateScope, *, as_json: bool) -> int:
-    """Join the process group, update, and print on rank 0; return the exit code."""
+    """Join the process group, update, once or at each order, and print on rank 0; return the exit code."""
     import torch.distributed as dist
 
     from treadle.update import UpdateError
@@ -215,17 +191,16 @@ def _be_rank(where: UpdateTarget, options: UpdateOptions, scope: UpdateScope, *,
     rank = dist.get_rank()
     bar = _Bar() if rank == 0 and err.is_terminal and not as_json else None
     say: Callable[[str], None] = err.print if rank == 0 and not as_json else lambda text: None
-    with bar.progress if bar is not None else nullcontext():
-        try:
-            done = _run(where, options, scope, device, say, bar if bar is not None else _silent)
-        except UpdateError as error:
+    try:
+        for done in _run(where, options, scope, device, say, bar):
             if rank == 0:
-                err.print(f"[bold red]failed:[/] {error}", soft_wrap=True, markup=True)
-            return 1
-        finally:
-            dist.destroy_process_group()
-    if rank == 0:
-        _print(done, as_json=as_json)
+                _print(done, as_json=as_json)
+    except UpdateError as error:
+        if rank == 0:
+            err.print(f"[bold red]failed:[/] {error}", soft_wrap=True, markup=True)
+        return 1
+    finally:
+        dist.destroy_process_group()
     return 0
 
 
@@ -235,7 +210,7 @@ def _join_group() -> torch.device | None:
 
     from treadle.dist.nccl_settings import NEEDED
 
-    device = take_device(int(os.environ.get("LOCAL_RANK", os.environ[_RANK])))
+    device = take_device(int(os.environ.get("LOCALRANK", os.environ[RANK])))
     os.environ.update(NEEDED if device is not None else {})
     os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")  # a rank that fails at once leaves when all are connected
     backend = "gloo"
@@ -270,20 +245,32 @@ def _run(
     scope: UpdateScope,
     device: torch.device | None,
     say: Callable[[str], None],
-    progress: Callable[[int, int], None],
-) -> Updated:
+    bar: _Bar | None,
+) -> Iterator[Updated]:
+    """Yield each update that is done."""
     import torch.distributed as dist
 
     from treadle.update import Updater
 
     vouched: dict[str, Any] = {"takeover": scope.takeover}
-    shown: dict[str, Any] = {"say": say, "progress": progress}
+    shown: dict[str, Any] = {"say": say, "progress": bar if bar is not None else _silent}
     with Updater(
         where.target, ledger=where.log, key=where.key, options=options, device=device, **vouched, **shown
     ) as updater:
-        done = _update_or_recover(updater, where)
-        dist.barrier()  # rank 0 has the coordinator, and ends last
-    return done
+        for each in _each_order(where):
+            with bar.progress if bar is not None else nullcontext():
+                done = _update_or_recover(updater, each)
+            dist.barrier()  # rank 0 has the coordinator, and ends last
+            yield done
+
+
+def _each_order(where: UpdateTarget) -> Iterator[UpdateTarget]:
+    """Yield what is to be done: the command, or with each checkpoint that comes on standard input."""
+    if where.source != ORDERS:
+        yield where
+        return
+    for checkpoint, version in orders():
+        yield replace(where, source=str(checkpoint), version=version)
 
 
 def _update_or_recover(updater: Updater, where: UpdateTarget) -> Updated:

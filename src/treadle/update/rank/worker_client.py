@@ -28,6 +28,7 @@ from treadle.update.protocol.update_messages import (
 )
 from treadle.update.rank.inbox import Inbox, read_into
 from treadle.update.worker.endpoint import worker_path
+from treadle.update.worker.worker import BUSY_S
 from treadle.wire.errors import PeerGoneError, WireError
 from treadle.wire.link import Link
 from treadle.wire.listeners import PAUSE_S, call_path
@@ -139,9 +140,19 @@ class WorkerClient:
         link.send(message, fds=fds, timeout_s=5.0)
 
     def ask(self, message: Any, kind: type[M], deadline_s: float, *, heed: bool = True) -> M:
-        """Send and wait for the answer. Raises WorkerRefusedError, PeerGoneError, TimeoutError, or the bad news."""
-        self.send(message)
-        return self.expect(kind, deadline_s, getattr(message, "epoch", 0), heed=heed)
+        """Send and wait for the answer. Raises WorkerRefusedError, PeerGoneError, TimeoutError, or the bad news.
+
+        A worker that is busy, as with the end of an attempt before, is asked again until the deadline.
+        """
+        until = time.monotonic() + deadline_s
+        while True:
+            self.send(message)
+            try:
+                left_s = max(0.1, until - time.monotonic())
+                return self.expect(kind, left_s, getattr(message, "epoch", 0), heed=heed)
+            except WorkerRefusedError as error:
+                if error.refused.code != "busy" or time.monotonic() + BUSY_S > until:
+                    raise
 
     def expect(self, kind: type[M], deadline_s: float, epoch: int = 0, *, heed: bool = True) -> M:
         """Return the next answer. Raises WireError where it is of another kind, or of another attempt than `epoch`.

@@ -50,6 +50,7 @@ from treadle.weights.tensor_boxes import Box
 from treadle.wire.codec import sendable
 
 BUSY_S = 2.0
+"""How long a message waits for the one before it. Update ranks ask again until their own deadline."""
 
 
 class Worker:
