@@ -189,7 +189,11 @@ class World:
     def update(self, options: UpdateOptions) -> list[str]:
         """The errors of an update, by new ranks where any was lost."""
         if self.is_broken:
-            self.restart_ranks()
+            try:
+                self.restart_ranks()
+            except EOFError:
+                self.fleet.kill_callers()
+                return ["the ranks could not start"]
         self.begin(options)
         outcomes = self.outcomes()
         errors = [outcome.error for outcome in outcomes if outcome.error]
