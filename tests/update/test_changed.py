@@ -118,7 +118,7 @@ def test_a_number_moves_too_and_one_plan_is_from_a_source_or_from_peers() -> Non
 def test_a_plan_to_give_from_has_a_name_of_its_own() -> None:
     shares = Shares(plan_update(whole(CHANGED, 2), whole(CHANGED, 2), SMALL))
     takes, exports = (shares.of_worker(0, exports=which) for which in (False, True))
-    assert takes.digest == shares.digest != exports.digest == shares.name(exports=True)
+    assert takes.digest == shares.name(0) != exports.digest == shares.name(0, exports=True)
     engine = Noting()
     worker, _ = served(engine)
     told = worker.handle(Move(1, "unknown", 0, 0, out=True, checked=True))

@@ -260,3 +260,13 @@ def test_a_part_of_the_tensors_moves_alone() -> None:
         check(run_ranks(4, changes, (workers.sockets, workers.ledger), sets))
         wrong = [workers.tell(worker, Compare(1)) for worker in range(4)]
         assert wrong == [["embed"]] * 4
+
+
+def test_a_worker_gets_the_part_of_the_rank_that_speaks_for_it_now() -> None:
+    """Ranks are started again, each beside the other's worker: the plan is the same, and its parts change places."""
+    have = want = Parallel(replicas=2).holding(TENSORS)
+    with Workers(want) as workers:
+        for version, speaks in ((1, (0, 1)), (2, (1, 0))):
+            places = workers.sockets, workers.ledger
+            check(run_ranks(2, update, places, Sets(have, want, (0, 1), speaks), OPTIONS, [version]))
+            assert [workers.tell(worker, Compare(version)) for worker in range(2)] == [[], []]

@@ -70,7 +70,8 @@ class RankState:
     `speaks`: it has a worker, which may know of the attempt once this rank has heard `go`. `loads`: the worker gets a
     version. `voted`: the coordinator may know that the worker has staged; from then on only the coordinator's word
     counts. `decided`: that word was to commit. `worker_late`: a wait for the worker timed out, so an answer of it may
-    still come. `delta`: buckets have changed elements. `ending`: see `Ending`.
+    still come. `digest` is the plan's, `plan` the worker's name for its part. `delta`: buckets have changed elements.
+    `ending`: see `Ending`.
     """
 
     rank: int
@@ -86,6 +87,7 @@ class RankState:
     ending: Ending = "unknown"
     go: Go | None = None
     layouts: Layouts | None = None
+    digest: str = ""
     plan: str = ""
     delta: bool = False
     samples: tuple[Sample, ...] = ()
@@ -130,13 +132,16 @@ def heard(state: RankState, message: FromCoordinator) -> Step:
     return state, AskWorker(_grant(state, new=True)) if state.loads else _agreed(state)
 
 
-def worked(state: RankState, value: Any = None, *, delta: bool = False) -> Step:
-    """Return the rank has done its own work; `value` is the result. `delta`: changed elements will move, no others."""
+def worked(state: RankState, value: Any = None, *, plan: str = "", delta: bool = False) -> Step:
+    """Return the rank has done its own work; `value` is the result.
+
+    `plan` is the worker's name for its part of the plan. `delta`: changed elements will move, no others.
+    """
     if state.phase == "layout":
         assert isinstance(value, Sides)
         return state, TellCoordinator(Report(state.epoch, "layout", sides=value), (Layouts, Proceed))
     if state.phase == "plan":
-        state = replace(state, plan=value, delta=delta)
+        state = replace(state, digest=value, plan=plan, delta=delta)
         return state, _agreed(state)
     state = replace(state, phase="finish", samples=value if value is not None else ())
     return (state, AskWorker(Finish(state.epoch))) if state.loads else _vote(state)
@@ -212,7 +217,7 @@ def _begin(state: RankState) -> Begin:
 
 
 def _agreed(state: RankState) -> TellCoordinator:
-    value = state.plan + (" changed elements" if state.delta else "") if state.phase == "plan" else ""
+    value = state.digest + (" changed elements" if state.delta else "") if state.phase == "plan" else ""
     return TellCoordinator(Report(state.epoch, state.phase, value=value))
 
 

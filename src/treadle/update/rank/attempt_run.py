@@ -112,8 +112,9 @@ class AttemptRun:
                         self.state, action = rank.worked(self.state, self._describe(asked))
                     # 4. Plan: every rank makes the same plan; it hands its worker the worker's part, and the buffers.
                     case Work("plan"):
-                        digest = self._plan()
-                        self.state, action = rank.worked(self.state, digest, delta=self._all_have_a_base())
+                        shares = self._plan()
+                        named, delta = shares.name(self.context.rank), self._all_have_a_base()
+                        self.state, action = rank.worked(self.state, shares.digest, plan=named, delta=delta)
                     # 5. Begin: the worker makes its rollback copy, then closes.
                     case AskWorker(Begin() as message):
                         self.state, action = rank.answered(self.state, self._begin(message))
@@ -221,8 +222,8 @@ class AttemptRun:
             context.broadcasts.group_of(asked.group, context.inbox)
         return Sides(context.free_bytes, has, wants)
 
-    def _plan(self) -> str:
-        """Make the plan and hand the worker its part; the plan's digest, which must be the same on all ranks."""
+    def _plan(self) -> Shares:
+        """Make the plan and hand the worker its part. The plan's digest must be the same on all ranks."""
         context, layouts, deadline_s = self.context, self._layouts, self.options.deadline_s
         try:
             shares = context.plans.of(layouts, self.options.transfer, delta=self._finds_changed)
@@ -234,11 +235,11 @@ class AttemptRun:
         context.buffers.fit(shares, delta_room(shares.plan) if self._finds_changed else 0)
         if self.state.speaks:
             exports = context.rank in layouts.holds
-            name = shares.name(exports=exports)
+            name = shares.name(context.rank, exports=exports)
             self.worker.take_plan(name, lambda: shares.of_worker(context.rank, exports=exports), deadline_s)
             self.worker.map(context.buffers.all, context.device.type, deadline_s)
         self._shares = shares
-        return shares.digest
+        return shares
 
     def _all_have_a_base(self) -> bool:
         """Return whether changed elements move: all ranks and workers have the version that these are added to."""

@@ -215,7 +215,7 @@ class BucketLoop:
 
     def _load(self, number: int, at: int) -> None:
         assert self.worker is not None
-        moved = self.epoch, self.shares.digest, number, at
+        moved = self.epoch, self.shares.name(self.rank), number, at
         self.worker.send(Move(*moved, out=False, checked=self.checked, delta_bytes=self._sizes.get(number, 0)))
         self._waiting.append(number)
 
@@ -327,13 +327,13 @@ class _Packed:
 
 
 def exporting(
-    worker: WorkerClient, shares: Shares, epoch: int, buffers: Sequence[Buffer], deadline_s: float, checked: bool
+    worker: WorkerClient, plan: str, epoch: int, buffers: Sequence[Buffer], deadline_s: float, checked: bool
 ) -> Fill:
     """A `Fill` that has the worker export its own weights into the buffer."""
 
     def fill(buffer: Buffer, number: int) -> None:
         at = next(i for i, own in enumerate(buffers) if own is buffer)
-        asked = Move(epoch, shares.name(exports=True), number, at, out=True, checked=checked)
+        asked = Move(epoch, plan, number, at, out=True, checked=checked)
         _compare_bucket(worker.ask(asked, Moved, deadline_s), number)
 
     return fill

@@ -105,8 +105,8 @@ class Loading:
         """Buckets come from workers that hold the version, in a recovery, or from this rank's source."""
         context, checked = self.context, self.context.options.checked
         if context.rank in self.layouts.holds:
-            deadline_s = context.options.deadline_s
-            return exporting(context.worker, self.shares, self.epoch, context.buffers.all, deadline_s, checked)
+            deadline_s, name = context.options.deadline_s, self.shares.name(context.rank, exports=True)
+            return exporting(context.worker, name, self.epoch, context.buffers.all, deadline_s, checked)
         if self.source is None:  # then no bucket is this rank's
             self.loop.delta_bytes = _no_bytes if self._delta else None
             return _nothing

@@ -62,9 +62,12 @@ class Shares:
         """The plan's digest."""
         return self.plan.digest()
 
-    def name(self, *, exports: bool) -> str:
-        """Return the name under which a worker keeps its part: one that exports has more of the same plan."""
-        return self.digest + "+" if exports else self.digest
+    def name(self, rank: int, *, exports: bool = False) -> str:
+        """Return the name under which a rank's worker keeps its part: one that exports has more of the same plan.
+
+        A worker may have another part when ranks are started again, for another set of workers.
+        """
+        return f"{self.digest} {rank}{'+' if exports else ''}"
 
     @cached_property
     def tables(self) -> tuple[Table, ...]:
@@ -103,7 +106,7 @@ class Shares:
         for share in (*shares, *given):
             named |= {item.piece.tensor for item in share.items}
         tensors = tuple(self.plan.tensors[name] for name in sorted(named))
-        return TakePlan(self.name(exports=exports), tensors, tuple(shares), tuple(given))
+        return TakePlan(self.name(worker, exports=exports), tensors, tuple(shares), tuple(given))
 
     def _share(self, number: int, takes: tuple[Take, ...]) -> Share:
         bucket, table = self.plan.buckets[number], self.tables[number]
