@@ -1,4 +1,4 @@
-"""Weight updates at scale, on paper: `python benchmarks/weights_scale.py` (two minutes; --quick a few seconds).
+"""Weight updates at scale, on paper: `python benchmarks/weights_scale.py` (five minutes; --quick a few seconds).
 
 1. The six rows that checkpoint-engine publishes, each as a Program under the simulator: a bandwidth and a constant
    fitted to two of them, the others predicted; every pair of rows; the same with H2D's bandwidth, not the constant.

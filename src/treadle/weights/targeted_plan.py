@@ -1,4 +1,4 @@
-"""The targeted plan: each bucket goes from its source to the one device that takes all of it.
+"""The targeted plan: each bucket goes from its source to those devices alone that take all of it, one after the other.
 
 In each step a device sends at most one bucket and receives at most one. Buckets are about of one size, and a step takes
 those pairs first of which a device has most left to send or receive. With pairs that are all alike that is a rotation,
