@@ -50,7 +50,7 @@ def matched_steps(routes: Sequence[tuple[int, ...]], num_ipc: int) -> Hops:
     A route has the source and then the takers. What a source sends keeps its order. What stays comes before the moves
     of its step.
     """
-    steps = _Steps(num_ipc)
+    steps = _GivenSteps(num_ipc)
     found = [steps.of(route) for route in routes]
     lengths = np.array([len(route) - 1 for route in routes], np.int64)
     first = np.cumsum(lengths) - lengths
@@ -64,7 +64,7 @@ def matched_steps(routes: Sequence[tuple[int, ...]], num_ipc: int) -> Hops:
     return Hops(np.repeat(np.arange(len(routes), dtype=np.int32), lengths), sender, receiver, step, into, held)
 
 
-class _Steps:
+class _GivenSteps:
     """The steps in which devices send, receive and hold buckets, as far as they are given away."""
 
     def __init__(self, num_ipc: int) -> None:

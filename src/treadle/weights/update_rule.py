@@ -191,7 +191,8 @@ def _on_routes(
     """(kind, ranks, buckets) of the ops that buckets on routes must have, by those that they have."""
     ranks, lane, kind = program.num_ranks, program.lane_of[ops], program.kind[ops]
     rank, peer = program.lane_rank[lane], np.clip(program.lane_peer[lane], 0, None)
-    takes, comes, leaves = (kind == one for one in (OpKind.RELOAD, OpKind.RECV_BUCKET, OpKind.SEND_BUCKET))
+    takes, comes = kind == OpKind.RELOAD, kind == OpKind.RECV_BUCKET
+    leaves = kind == OpKind.SEND_BUCKET
     key = bucket * ranks
     takers = np.concatenate([(key + rank)[takes | comes], (key + peer)[leaves]])
     alone = np.setdiff1d(buckets, takers // ranks)

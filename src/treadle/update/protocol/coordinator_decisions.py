@@ -285,9 +285,9 @@ def decided(state: CoordinatorState) -> Step:
 
 
 def stop(state: CoordinatorState, fault: Fault) -> Step:
-    """End the attempt on all ranks."""
+    """End the attempt on all ranks, whichever call the fault answers."""
     attempt = state.attempt
-    told = msgspec.structs.replace(fault, epoch=attempt.epoch, committed=attempt.committed)
+    told = msgspec.structs.replace(fault, epoch=attempt.epoch, committed=attempt.committed, call=0)
     return over(state), [Tell(told, tuple({*attempt.cast, *attempt.entered}))]
 
 

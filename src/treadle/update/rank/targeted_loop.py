@@ -27,7 +27,7 @@ class Hop(NamedTuple):
     ipc: int
 
 
-class Step(NamedTuple):
+class LoopStep(NamedTuple):
     """What a rank sends and what it receives at once; one bucket twice where it stays on the device."""
 
     out: Hop | None
@@ -39,7 +39,7 @@ class Step(NamedTuple):
         return {hop.bucket for hop in self if hop is not None}
 
 
-def steps_of(plan: UpdatePlan, rank: int) -> list[Step]:
+def steps_of(plan: UpdatePlan, rank: int) -> list[LoopStep]:
     """Return a rank's steps in their order."""
     hops = plan.hops
     mine = np.flatnonzero((hops.sender == rank) | (hops.receiver == rank))
@@ -52,7 +52,7 @@ def steps_of(plan: UpdatePlan, rank: int) -> list[Step]:
             both[0] = Hop(bucket, receiver, held)
         if receiver == rank:
             both[1] = Hop(bucket, sender, into)
-    return [Step(*both) for _, both in sorted(found.items())]
+    return [LoopStep(*both) for _, both in sorted(found.items())]
 
 
 class TargetedLoop(BucketLoop):
@@ -61,10 +61,10 @@ class TargetedLoop(BucketLoop):
     ahead = True
 
     @cached_property
-    def _steps(self) -> list[Step]:
+    def _steps(self) -> list[LoopStep]:
         return steps_of(self.shares.plan, self.rank)
 
-    def _bytes_of(self, step: Step) -> int:
+    def _bytes_of(self, step: LoopStep) -> int:
         return sum(self.shares.plan.buckets[number].size_bytes for number in step.buckets)
 
     @property
@@ -123,7 +123,7 @@ class TargetedLoop(BucketLoop):
         self._timed(fill)(self.h2d[at], number)
         return at
 
-    def _move(self, step: Step, held: int) -> None:
+    def _move(self, step: LoopStep, held: int) -> None:
         """Send one bucket and receive another."""
         out, into = step
         start = perf_counter_ns()
@@ -138,7 +138,7 @@ class TargetedLoop(BucketLoop):
         if into is not None:
             self.times.recv[into.bucket] = times
 
-    def _exchange(self, step: Step, goes: torch.Tensor | None, comes: torch.Tensor | None) -> None:
+    def _exchange(self, step: LoopStep, goes: torch.Tensor | None, comes: torch.Tensor | None) -> None:
         """Send of one bucket and receive of another, as one call where the backend has such calls."""
         works, (out, into) = list[Any](), step
         together = getattr(self.group, "supports_coalescing", False) and out is not None and into is not None
@@ -153,7 +153,7 @@ class TargetedLoop(BucketLoop):
         for work in works:
             self.wait(work)
 
-    def _exchange_sizes(self, step: Step) -> None:
+    def _exchange_sizes(self, step: LoopStep) -> None:
         """Send and receive the sizes of changed elements, before these."""
         assert self.delta_bytes is not None
         out, into = step
