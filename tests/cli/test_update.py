@@ -25,7 +25,7 @@ from tests.support.update.changing import CompareElements, elements
 from tests.support.update.models import Compare, model, numbers
 from tests.support.update.workers import Trouble, Workers, ask_once
 from tests.train.checkpoint.states import make_pipe
-from treadle.cli.commands.update import take_device
+from treadle.cli.commands.update import _join_group, take_device
 from treadle.train.checkpoint import Checkpointer, TensorPart
 from treadle.update.protocol.update_messages import Refused
 from treadle.weights.layouts import Parallel
@@ -245,6 +245,18 @@ def test_nothing_to_recover(workers: Workers, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "no version was ever committed" in done.stderr.replace("\n", " ")
     assert isinstance(ask_once(workers.sockets, 0), Refused)
+
+
+@pytest.mark.parametrize(("local", "device"), [({"LOCAL_RANK": "1"}, 1), ({}, 3)])
+def test_a_rank_of_torchrun_takes_the_gpu_of_its_number_on_the_host(
+    monkeypatch: pytest.MonkeyPatch, local: dict[str, str], device: int
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, timeout: None)
+    monkeypatch.setattr(os, "environ", {"RANK": "3", **local})
+    assert _join_group() == torch.device("cuda", device)
 
 
 def test_a_rank_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,7 +210,7 @@ def _join_group() -> torch.device | None:
 
     from treadle.dist.nccl_settings import NEEDED
 
-    device = take_device(int(os.environ.get("LOCALRANK", os.environ[RANK])))
+    device = take_device(int(os.environ.get("LOCAL_RANK", os.environ[RANK])))
     os.environ.update(NEEDED if device is not None else {})
     os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")  # a rank that fails at once leaves when all are connected
     backend = "gloo"
