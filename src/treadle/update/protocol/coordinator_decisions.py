@@ -152,6 +152,8 @@ def hear(state: CoordinatorState, rank: int, message: ToCoordinator, record: Rec
 
 def _heard(state: CoordinatorState, rank: int) -> CoordinatorState:
     """An agent that was late is not late any more."""
+    if rank not in state.late:
+        return state
     return replace(state, late={r: why for r, why in state.late.items() if r != rank})
 
 
