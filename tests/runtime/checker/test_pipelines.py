@@ -102,11 +102,26 @@ class ExpertChoice(nn.Module):
 WIDTH, EXPERTS, EP, TAKEN = 8, 2, 2, 3
 
 
-def run_padded(rank: int) -> CheckReport:
+class ResidualReadTwice(ExpertChoice):
+    """An ExpertChoice whose mlp and combine, on two streams, read h: a gradient of h comes from each."""
+
+    def segments(self) -> list[Segment]:
+        attn, dispatch, _, _ = super().segments()
+        mlp = compute("mlp", self.mlp, reads="rows h", writes="made own")
+        return [attn, dispatch, mlp, exchange("combine", self.add_own, reads="made h gates token own", writes="x")]
+
+    def mlp(self, rows: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        return self.experts(rows, [[TAKEN]] * EP), h.tanh()
+
+    def add_own(self, made: Tensor, h: Tensor, gates: Tensor, token: Tensor, own: Tensor) -> Tensor:
+        return self.combine(made, h, gates, token) + own / 2  # own has a gradient of its own memory
+
+
+def run_padded(rank: int, layer: type[ExpertChoice]) -> CheckReport:
     mesh = init_device_mesh(DEVICE_TYPE, (2, 1, EP), mesh_dim_names=("pp", "dp", "ep"))
     schedule = treadle.generate("interleaved-overlap", pp=2, microbatches=4)
     torch.manual_seed(rank // EP)
-    stages = {chunk: nn.Sequential(ExpertChoice(rank % EP)) for chunk in range(schedule.vpp)}
+    stages = {chunk: nn.Sequential(layer(rank % EP)) for chunk in range(schedule.vpp)}
     batch = torch.randn(4 * 6, WIDTH)
     with check_streams() as checker:
         pipe = treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=functional.mse_loss, deadline_s=PATIENT_S)
@@ -118,8 +133,9 @@ def run_padded(rank: int) -> CheckReport:
     return report
 
 
-def test_a_layer_of_ones_own_without_counts_never_waits() -> None:
-    for report in check(run_ranks(2 * EP, run_padded)):
+@pytest.mark.parametrize("layer", [ExpertChoice, ResidualReadTwice])
+def test_a_layer_of_ones_own_without_counts_never_waits(layer: type[ExpertChoice]) -> None:
+    for report in check(run_ranks(2 * EP, run_padded, layer)):
         assert report.clean, report
         assert not [where for _, where in report.host_waits if not where.line.startswith(BACK_PRESSURE)], report
 

@@ -186,8 +186,12 @@ class Value:
         return isinstance(self.thing, Tensor) and self.thing._version != self._version
 
     def add(self, grad: Tensor) -> None:
-        """One reader's gradient."""
-        self.grad = grad if self.grad is None else self.grad + grad
+        """Add one reader's gradient."""
+        if self.grad is None:
+            self.grad = grad
+            return
+        keep(self.grad)  # another reader's stream may have made it, and the sum drops the last reference
+        self.grad = self.grad + grad
 
 
 def tensors_in(thing: Any) -> Iterator[Tensor]:
