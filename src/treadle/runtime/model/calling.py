@@ -46,24 +46,19 @@ class LayerCalls:
     def __init__(self, module: nn.Module, layers: Sequence[nn.Module] | None = None) -> None:
         self._module, self._given = module, layers
         self._layers: list[Layer] = []
-        self._quiet: list[nn.Module] = []
         self._seen: tuple[Any, ...] | None = None
         self._is_sequence = False
         self.refresh()
 
     def refresh(self) -> None:
-        """Looks at the modules again: a `forward` may have been replaced since, and hooks put on what drew nothing."""
+        """Look at the modules again: since then a `forward` may have been replaced, a hook added, a dropout raised."""
         layers = list(self._given) if self._given is not None else layers_of(self._module)
-        if self._seen == self._look(layers):
+        seen = layers, [own_forward(layer) for layer in layers], [may_draw(layer) for layer in layers]
+        if self._seen == seen:
             return
-        self._layers = [Layer(layer, Keywords(layer), may_draw(layer)) for layer in layers]
-        self._quiet = [part for layer in self._layers if not layer.draws for part in layer.module.modules()]
+        self._layers = [Layer(layer, Keywords(layer), draws) for layer, draws in zip(layers, seen[2], strict=True)]
         self._is_sequence = self._given is None and layers != [self._module]
-        self._seen = self._look(layers)
-
-    def _look(self, layers: list[nn.Module]) -> tuple[Any, ...]:
-        hooks = [(len(p._forward_hooks), len(p._forward_pre_hooks), own_forward(p)) for p in self._quiet]
-        return layers, [own_forward(layer) for layer in layers], hooks
+        self._seen = seen
 
     def __bool__(self) -> bool:
         return bool(self._layers)

@@ -265,13 +265,15 @@ class LayeredStage(Chunk):
 
     def _forward_head(self, mb: int, passage: _Passage) -> None:
         """Runs the head and the loss on the output of the last layer."""
-        microbatch, loss_fn, head = self.at(mb), self.loss_fn, self._head
+        microbatch, loss_fn, head, seeds = self.at(mb), self.loss_fn, self._head, self.seeds
         side = microbatch.side
         target = microbatch.take_target()
         assert loss_fn is not None
 
         def run(x: Tensor) -> tuple[Tensor, Tensor | None]:
             made = head((x,), side) if head else x
+            if seeds is not None:
+                seeds.begin_loss(self.mb_offset + mb)
             main, others = split_off(loss_fn(made, target), microbatch.note)
             check_losses((main, *(own.loss for own in others)))
             microbatch.note(MAIN, main.detach())

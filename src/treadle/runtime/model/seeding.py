@@ -17,6 +17,7 @@ from treadle.runtime.model.weight_grad import own_forward
 
 _MASK = (1 << 63) - 1
 _CHANCES = ("p", "dropout", "dropout_p")  # of nn.Dropout and its like, of attention, of recurrent modules
+_LOSS_PART = (1 << 15) - 1  # no segment of a layer comes near
 _ALWAYS = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
@@ -43,7 +44,7 @@ def may_draw(layer: nn.Module) -> bool:
             return True
         if part._forward_hooks or part._forward_pre_hooks or own_forward(part) is not None:
             return True
-        if any(getattr(part, name, 0) for name in _CHANCES) or isinstance(part, _ALWAYS):
+        if any(vars(part).get(name) for name in _CHANCES) or isinstance(part, _ALWAYS):
             return True
     return False
 
@@ -118,8 +119,9 @@ class Seeds:
         self._base = base
 
     def begin_microbatch(self, mb: int) -> None:
-        """Starts a micro-batch of the global batch."""
+        """Start a micro-batch of the global batch; hooks of the stage draw from here before its first layer."""
         self._mb = mb
+        self._start(0)
 
     def begin_layer(self, number: int) -> None:
         """Seeds a layer of the stage."""
@@ -129,6 +131,11 @@ class Seeds:
         """Seeds a segment of a layer. The first segment starts from the seed of the whole layer."""
         self._mb = mb
         self._start(layer, part << 48)
+
+    def begin_loss(self, mb: int) -> None:
+        """Seed `loss_fn` for a micro-batch of the global batch, apart from the layer before it."""
+        self._mb = mb
+        self._start(self._num_layers - 1 - self._first, _LOSS_PART << 48)
 
     def _start(self, number: int, shift: int = 0) -> None:
         seed = layer_seed(self._base, self._mb, self._first + number, self._num_layers)

@@ -61,6 +61,8 @@ class Stage(Chunk):
         inputs = microbatch.take_inputs()
         result, own = split_off(self._run(mb, inputs), microbatch.note)
         if self.loss_fn is not None:
+            if self.seeds is not None:
+                self.seeds.begin_loss(self.mb_offset + mb)
             main, more = split_off(self.loss_fn(result, microbatch.take_target()), microbatch.note)
             self._keep_loss(mb, inputs, (OwnLoss(main), *more, *own))
             microbatch.note(MAIN, main.detach())
