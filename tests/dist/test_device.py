@@ -15,6 +15,7 @@ import torch
 from tests.support.paths import ROOT
 from tests.support.patience import HUNG_S
 from treadle.dist import device as device_module
+from treadle.dist import streams as streams_module
 from treadle.dist.device import GpuLateError, StreamDevice, device_of
 from treadle.dist.streams import Accelerator
 
@@ -46,16 +47,17 @@ def test_a_device_that_is_not_there_is_told_at_once() -> None:
 
 
 class Clock:
-    """A clock that sleeping moves on, in place of the module `time`."""
+    """A clock that asking and sleeping move on, in place of the module `time`; a sleep is a timer's slack longer."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
 
     def monotonic(self) -> float:
+        self.now_s += 1e-6
         return self.now_s
 
     def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
+        self.now_s += max(seconds, 6e-5)
 
 
 class SlowStreams(Accelerator):
@@ -95,10 +97,12 @@ def wait_for_ops(
     """Waits with a deadline of 10 s for a device that takes 3 s for each op."""
     clock = Clock()
     monkeypatch.setattr(device_module, "time", clock)
+    monkeypatch.setattr(streams_module, "time", clock)
+    monkeypatch.setattr(streams_module, "LONG_PAUSE_S", 0.04)
     made = StreamDevice(torch.device("cpu"), timedelta(seconds=10), SlowStreams(clock, 3.0, stops_s))
     watcher = Watcher(clock, lost_s)
     made.observe(watcher)
-    made.POLL_S, made.STALL_S = 0.04, 5.0
+    made.STALL_S = 5.0
     for _ in range(num):
         made.now()
     try:
@@ -107,6 +111,22 @@ def wait_for_ops(
         error.args = (error.args[0], round(clock.now_s))
         raise
     return clock, watcher
+
+
+@pytest.mark.parametrize("after_s", [0.00003, 0.00015, 0.001, 0.004])
+@pytest.mark.parametrize("wait", ["for an event", "for numbers"])
+def test_a_short_wait_ends_within_200_us_of_its_event(
+    monkeypatch: pytest.MonkeyPatch, wait: str, after_s: float
+) -> None:
+    """A dispatch is launched as soon as its counts are there."""
+    clock = Clock()
+    monkeypatch.setattr(device_module, "time", clock)
+    monkeypatch.setattr(streams_module, "time", clock)
+    made = StreamDevice(torch.device("cpu"), timedelta(seconds=10), SlowStreams(clock, after_s / 2, 1e9))
+    begun_s, event = clock.now_s, made.now()
+    made.await_event(event) if wait == "for an event" else streams_module._poll(event)
+    assert clock.now_s >= after_s
+    assert clock.now_s - begun_s < after_s + 0.0002
 
 
 def test_a_step_may_take_longer_than_the_deadline_while_its_ops_end(monkeypatch: pytest.MonkeyPatch) -> None:

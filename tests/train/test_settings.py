@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from datetime import timedelta
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.support.patience import HUNG_S
 from tests.support.ranks import check, run_ranks
 from tests.support.torchrun import run_under_torchrun
 from tests.train.tiny import flags_of, tiny
@@ -21,6 +24,7 @@ from treadle.dist.mesh_position import MeshPosition
 from treadle.dist.rank_groups import Groups
 from treadle.runtime.agreement import Claim, agree
 from treadle.runtime.pipeline_options import OF_A_RANK, RunOptions, facts_of
+from treadle.train import world
 from treadle.train.facts import OF_A_NODE, changed, digest_of_weights, settings_of
 from treadle.train.main import main
 from treadle.train.run_config import TrainConfig
@@ -186,3 +190,24 @@ def test_nothing_is_said_of_a_resume_with_the_same_settings() -> None:
     assert changed(settings, settings) is None
     assert changed({**settings, "logging.every": "7"}, settings) is None
     assert changed(settings, {}) is None
+
+
+def test_settings_for_gpus_leave_those_of_the_user() -> None:
+    assert world.GPU_SETTINGS["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    chosen = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512", "CUDA_DEVICE_MAX_CONNECTIONS": "16"}
+    for given in ({}, dict(chosen)):
+        environment = dict(given)
+        world.set_for_gpus(environment)
+        assert environment == (given or world.GPU_SETTINGS)
+
+
+def test_torch_reads_its_allocator_settings_after_it_is_imported() -> None:
+    """They are set when a run joins its world, long after the import."""
+    code = (
+        "import os, torch; from treadle.train.world import set_for_gpus; set_for_gpus(os.environ); "
+        "print(torch._C._accelerator_getAllocatorSettings())"
+    )
+    environment = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HUNG_S, check=True)
+    assert done.stdout.strip() == "expandable_segments:True"

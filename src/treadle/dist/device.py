@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from treadle.dist.streams import DeviceEvent, Streams, streams_of
+from treadle.dist.streams import DeviceEvent, DeviceStream, Streams, pause, streams_of
 from treadle.host.errors import TreadleError
 
 Wait = Callable[[dist.Work], Any]
@@ -94,7 +94,6 @@ class Host:
 class StreamDevice:
     """A device with streams: ops are launched on the current stream, communication on streams of its own."""
 
-    POLL_S = 0.0005
     LOOK_S = 0.05
     """How often a wait looks for progress, and whether it is still of use."""
 
@@ -105,6 +104,7 @@ class StreamDevice:
         self.device, self.deadline_s, self.streams = device, deadline.total_seconds(), streams
         self._observer: Observer | None = None
         self._ahead: list[DeviceEvent] = []  # noted and perhaps not reached yet
+        self._lanes: dict[str, DeviceStream] = {}
         self.wait: Wait = methodcaller("wait")  # with a timeout, NCCL's wait blocks the thread
         self.now: Callable[[], Any] = self._event
         self._anchor = self._event(), perf_counter_ns()
@@ -112,6 +112,12 @@ class StreamDevice:
     def observe(self, observer: Observer) -> None:
         """Has waits ask the observer from now on."""
         self._observer = observer
+
+    def stream(self, lane: str) -> DeviceStream:
+        """Return the stream of a lane, the same for all steps: the allocator caches blocks by stream."""
+        if lane not in self._lanes:
+            self._lanes[lane] = self.streams.new(self.device, lane)
+        return self._lanes[lane]
 
     def _event(self) -> DeviceEvent:
         event = self.streams.event(self.device, timed=True)
@@ -130,7 +136,7 @@ class StreamDevice:
 
         A step may take longer than the deadline, which is how long one rank waits for another.
         """
-        moved = looked = time.monotonic()
+        begun = moved = looked = time.monotonic()
         while not event.query():
             now = time.monotonic()
             if now - looked >= self.LOOK_S:
@@ -141,7 +147,7 @@ class StreamDevice:
                     self._observer.device_moves(now - moved < self.STALL_S)
             if now - moved > self.deadline_s:
                 raise GpuLateError(f"Timed out: the GPU has finished no op within {self.deadline_s:g} s")
-            time.sleep(self.POLL_S)
+            pause(now - begun)
 
     def _has_moved(self) -> bool:
         """Return whether an event was reached since the last call."""

@@ -44,7 +44,7 @@ class Streams(Protocol):
     """What the runtime asks of a device that runs behind the host."""
 
     def new(self, device: torch.device, name: str) -> DeviceStream:
-        """Return a new stream. Reports call it by its name."""
+        """Return a new stream; its kernels go before those of the stream that computes. Reports use its name."""
         ...
 
     def current(self, device: torch.device) -> DeviceStream:
@@ -87,8 +87,8 @@ class Accelerator:
     """The streams of any accelerator that torch knows."""
 
     def new(self, device: torch.device, name: str) -> DeviceStream:
-        """Make a torch.Stream."""
-        return torch.Stream(device=device)
+        """Make a torch.Stream of high priority, as FSDP2 makes those of its collectives."""
+        return torch.Stream(device, priority=-1)
 
     def current(self, device: torch.device) -> DeviceStream:
         """Return torch's current stream."""
@@ -175,13 +175,21 @@ def upload(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> 
 
 AwaitEvent: TypeAlias = Callable[[DeviceEvent], None]
 
-_POLL_S = 0.00002
+SPIN_S, SHORT_S = 0.0002, 0.005
+SHORT_PAUSE_S, LONG_PAUSE_S = 0.00002, 0.0005
+
+
+def pause(waited_s: float) -> None:
+    """Pause between two queries of an event that was waited for so long: first not at all, as kernels are short."""
+    if waited_s >= SPIN_S:
+        time.sleep(SHORT_PAUSE_S if waited_s < SHORT_S else LONG_PAUSE_S)
 
 
 def _poll(event: DeviceEvent) -> None:
-    """Wait for an event. A thread that is blocked in the driver could not be told of anything, so it asks again."""
+    """Wait for an event. A thread blocked in the driver would notice nothing else, so it queries instead."""
+    begun = time.monotonic()
     while not event.query():
-        time.sleep(_POLL_S)
+        pause(time.monotonic() - begun)
 
 
 class Download:

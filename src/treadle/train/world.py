@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,6 +16,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from treadle.dist.nccl_settings import NEEDED
 from treadle.train.run_config import TrainConfig
+
+GPU_SETTINGS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""The settings of a run on GPUs where the user gives none. Rows of experts differ in size in each step, which splits
+the caching allocator's segments; and a rank has more streams than the default of 8 hardware queues."""
+
+_FORMER = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 
 _COMMON_S = 2.0
 """How long a rank that ends with an error waits for rank 0's."""
@@ -79,6 +86,8 @@ def join_world(config: TrainConfig) -> World:
     another value, so all of them are set here.
     """
     restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if config.training.device != "cpu":
+        set_for_gpus(os.environ)
     device = _device(config.training.device)
     if dist.is_initialized():
         return World(dist.get_rank(), dist.get_world_size(), device, restart, own_group=False)
@@ -92,6 +101,13 @@ def join_world(config: TrainConfig) -> World:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return World(rank, size, device, restart)
+
+
+def set_for_gpus(environment: MutableMapping[str, str]) -> None:
+    """Set GPU_SETTINGS where neither they nor their former names are set."""
+    for name, value in GPU_SETTINGS.items():
+        if _FORMER.get(name, name) not in environment:
+            environment.setdefault(name, value)
 
 
 def _device(wanted: str) -> torch.device:

@@ -22,7 +22,7 @@ from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from tests.support.sync_classes import BACK_PRESSURE, missed
 from treadle.dist import channel
-from treadle.moe import Exchange, Experts
+from treadle.moe import Exchange, Experts, MoELayer
 from treadle.runtime.checker import CheckReport, FindingKind, check_streams
 from treadle.runtime.model import segments
 from treadle.runtime.model.segments import Segment, compute, exchange
@@ -138,6 +138,33 @@ def test_a_layer_of_ones_own_without_counts_never_waits(layer: type[ExpertChoice
     for report in check(run_ranks(2 * EP, run_padded, layer)):
         assert report.clean, report
         assert not [where for _, where in report.host_waits if not where.line.startswith(BACK_PRESSURE)], report
+
+
+def count_streams(rank: int) -> tuple[list[str], list[str]]:
+    """The streams after a step, and after steps of three kinds."""
+    mesh = init_device_mesh(DEVICE_TYPE, (1, 2), mesh_dim_names=("pp", "dp"))
+    schedule = treadle.generate("interleaved-overlap", pp=1, microbatches=2)
+    torch.manual_seed(0)
+    stages = {chunk: nn.Sequential(MoELayer(WIDTH, WIDTH, num_experts=EXPERTS)) for chunk in range(schedule.vpp)}
+    batch = torch.randn(2 * 6, WIDTH)
+    with check_streams() as checker:
+        pipe = treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=functional.mse_loss, deadline_s=PATIENT_S)
+        pipe.step(batch, batch)
+        first = list(checker.streams)
+        pipe.clear_gradients()
+        with pipe.no_sync():
+            pipe.step(batch, batch)
+        pipe.evaluate(batch, batch)
+        pipe.step(batch, batch)
+        pipe.close()
+    return first, checker.streams
+
+
+def test_all_kinds_of_steps_share_the_streams_of_lanes() -> None:
+    """The allocator caches blocks by stream: those of another set of streams would not be used again."""
+    for first, streams in check(run_ranks(2, count_streams)):
+        assert {"ep", "dp"} <= set(first), first
+        assert streams == first
 
 
 def run_without(rank: int, config: Any, module: str) -> list[FindingKind]:

@@ -21,7 +21,7 @@ class StreamLanes:
 
     def __init__(self, lanes: Sequence[str], ops: Sequence[str], device: StreamDevice) -> None:
         self.device, self._ops = device, ops
-        self._others = [device.streams.new(device.device, name) for name in lanes[1:]]
+        self._others = [device.stream(name) for name in lanes[1:]]
         self.begin()
 
     def begin(self) -> None:
