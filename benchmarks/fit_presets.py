@@ -68,7 +68,7 @@ def fitted_to_zero_bubble(constants: Mapping[str, float]) -> Mapping[str, float]
 
 
 def _has(peaks: str, precision: str) -> bool:
-    return f"\n{precision} =" in peaks or (precision == "mxfp8" and "\nfp8 =" in peaks)
+    return f"\n{precision} =" in peaks
 
 
 def write_errors(pool: ConstantPool) -> None:

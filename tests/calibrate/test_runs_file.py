@@ -27,7 +27,7 @@ def test_absent_columns_and_empty_cells_have_the_defaults_of_plan(tmp_path: Path
     assert (named.line, named.seconds) == (4, 1.5)
     assert named.name == "llama3-8b 64 GPUs 1f1b TP1 PP2 DP32 MBS1"
     assert (job.tp, job.vpp, job.seq_len, job.schedule, job.precision) == (1, 1, 4096, "1f1b", "bf16")
-    assert (job.cuda_graph, job.recompute, job.offload, job.cluster) == ("partial", (), (), CLUSTER)
+    assert (job.cuda_graph, job.recompute, job.offload, job.cluster) == ("none", (), (), CLUSTER)
     assert job.layout == ("E" + "t" * 16, "t" * 16 + "L")
 
 

@@ -100,7 +100,7 @@ def test_a_model_on_a_cluster_is_cut_as_a_plan_does() -> None:
     assert balanced["slowest_stage_time"] < default["slowest_stage_time"]
     planned = Job(
         model, load_cluster("h100:512"), tp=2, pp=8, vpp=2, ep=64, schedule="interleaved", global_batch_size=32 * 16,
-        cuda_graph="partial", layout=parse_layout(balanced["layout"]),
+        layout=parse_layout(balanced["layout"]),
     )  # fmt: skip
     step_s = estimate_job(planned).simulated_whole().step_s
     assert balanced["step"]["makespan"] / 1e6 == pytest.approx(

@@ -154,7 +154,14 @@ def test_every_constant_of_efficiency_is_allowed() -> None:
     assert costs.step["gather_params"] > estimate_costs(_job()).step["gather_params"] > 0
 
 
-def test_precisions_have_their_own_rate_or_that_of_their_kind() -> None:
+@pytest.mark.parametrize("gpu", ["h100", "h800", "h20"])
+def test_hopper_has_no_mxfp8(gpu: str) -> None:
+    """Transformer Engine: "Device compute capability 10.0 or higher required for MXFP8 execution"."""
+    with pytest.raises(ValueError, match=r"computes in bf16, fp8, got mxfp8; take bf16 or another GPU"):
+        load_cluster(gpu).peak("mxfp8")
+
+
+def test_each_precision_has_its_own_rate() -> None:
     cluster = load_cluster("b200")
     assert cluster.peak("mxfp8") == cluster.peak("fp8") == cluster.peak_flops["fp8"]
     assert replace(cluster, peak_flops={**cluster.peak_flops, "mxfp8": 1e15}).peak("mxfp8") == 1e15
@@ -167,7 +174,7 @@ def test_a_cluster_file_replaces_entries_of_a_preset(tmp_path: Path) -> None:
     file.write_text('gpu = "gb200"\nnum_gpus = 144\n[peak_flops]\nbf16 = 2e15', encoding="utf-8")
     mine = load_cluster(file)
     assert (mine.name, mine.num_gpus, mine.nvlink_domain) == ("mine", 144, 72)
-    assert mine.peak_flops == {"bf16": 2e15, "fp8": 5e15, "nvfp4": 1e16}
+    assert mine.peak_flops == {"bf16": 2e15, "fp8": 5e15, "mxfp8": 5e15, "nvfp4": 1e16}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "mxfp8", "nvfp4"])
@@ -206,7 +213,7 @@ def test_a_domain_may_be_used_in_part(tmp_path: Path) -> None:
 def test_a_precision_that_is_none_is_told_from_one_that_a_gpu_has_not() -> None:
     with pytest.raises(ValueError, match=r"one of bf16, fp8, mxfp8, nvfp4, got 'fp4'; .* 8 a100 computes in bf16$"):
         load_cluster("a100").peak("fp4")
-    with pytest.raises(ValueError, match=r"^8 h100 computes in bf16, fp8, got nvfp4; take `precision=bf16`"):
+    with pytest.raises(ValueError, match=r"^8 h100 computes in bf16, fp8, got nvfp4; take bf16 or another GPU"):
         load_cluster("h100").peak("nvfp4")
 
 

@@ -41,11 +41,12 @@ def constants_of(job: Job) -> tuple[str, ...]:
         >>> from treadle.estimate import Job, load_cluster, load_model
         >>> job = Job(load_model("llama3-8b"), load_cluster("h100:8"), global_batch_size=8)
         >>> constants_of(job)[:3]
-        ('gemm_bf16', 'grouped_bf16', 'cast_bf16')
+        ('gemm_bf16', 'grouped_bf16', 'launch_us_none')
 
     """
     kinds = (job.precision, "bf16")
-    by_kind = [f"{name}_{kind}" for name in ("gemm", "grouped", "cast") for kind in kinds]
+    by_kind = [f"{name}_{kind}" for name in ("gemm", "grouped") for kind in kinds]
+    by_kind += [f"cast_{job.precision}"] if job.precision != "bf16" else []
     return (*dict.fromkeys(by_kind), f"launch_us_{job.cuda_graph}", *_PLAIN)
 
 

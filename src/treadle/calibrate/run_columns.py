@@ -30,7 +30,7 @@ COLUMNS: dict[str, str] = {
     "recompute": "parts recomputed, with spaces between: attn mlp, or full",
     "recompute_layers": "with full: layers of each stage; all",
     "offload": "modules whose saved inputs go to the host, with spaces between: moe_act core_attn; none",
-    "cuda_graph": "none, partial or whole; partial",
+    "cuda_graph": "none, partial or whole; none",
     "gradients": "main gradients: fp32 or bf16; fp32",
     "sharding": "what is cut over replicas: none, optimizer, gradients, parameters; optimizer",
     "dispatch": "of tokens sent to experts: bf16 or fp8; bf16",

@@ -126,7 +126,7 @@ def _job(file: Path, cells: Mapping[str, Cell], given: dict[str, Any], cluster: 
     near_file = file.parent / cells["model"].text
     model = load_model(near_file if near_file.exists() else cells["model"].text)
     schedule = family(cells["schedule"].text if "schedule" in cells else default_schedule(given.get("vpp", 1)))
-    given = {"vpp": schedule.default_vpp, "cuda_graph": "partial", **given}
+    given = {"vpp": schedule.default_vpp, **given}
     given |= {name: cells[name].text for name in ("precision", "cuda_graph", "sharding", "dispatch") if name in cells}
     given |= {name: tuple(cells[name].text.split()) for name in ("recompute", "offload") if name in cells}
     if "gradients" in cells:

@@ -14,7 +14,6 @@ from treadle.estimate.op_costs import estimate_costs
 from treadle.ir import Schedule
 from treadle.ir.placement import Placement
 from treadle.lowering import LoweringOptions
-from treadle.planner import SearchSpace
 from treadle.planner.structure import Structure
 
 
@@ -75,7 +74,6 @@ class JobFlags:
             cluster,
             pp=placement.pp,
             global_batch_size=batch,
-            cuda_graph=SearchSpace.cuda_graph[0],
             **sizes,
             **ran,
         )

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from treadle.estimate import Job, ModelShape
-from treadle.estimate.job import DISPATCHES, GRADIENT_BYTES, OFFLOADED, RECOMPUTED, SHARDINGS
+from treadle.estimate.job import CUDA_GRAPHS, DISPATCHES, GRADIENT_BYTES, OFFLOADED, RECOMPUTED, SHARDINGS
 from treadle.fields.nearest import did_you_mean
 from treadle.ir.blocks import parse_layout
 from treadle.planner.plan_files import untrainable_model
@@ -54,7 +54,10 @@ class Knobs:
     ] = None
     precision: Annotated[str, _option("Of GEMMs: bf16, fp8, mxfp8, nvfp4.")] = "bf16"
     dispatch: Annotated[str, _option("Of tokens sent to experts: bf16, or fp8 as DeepSeek-V3 sends them.")] = "bf16"
-    cuda_graph: Annotated[str, _option("none, partial or whole.")] = "partial"
+    cuda_graph: Annotated[
+        str | None,
+        _option("none, partial or whole; several: none,partial. By default none, and what partial would change."),
+    ] = None
     trainable: Annotated[bool, _option("Only what treadle.train can run: no TP and no CP.", "--trainable")] = False
 
     def space(self, model: ModelShape) -> SearchSpace:
@@ -83,7 +86,7 @@ class Knobs:
             offload=self._offload(),
             gradient_bytes=(GRADIENT_BYTES[_one_of("--gradients", self.gradients, tuple(GRADIENT_BYTES))],),
             sharding=self._sharding(),
-            cuda_graph=(self.cuda_graph,),
+            cuda_graph=self._cuda_graph(),
             precision=(self.precision,),
             dispatch=(_one_of("--dispatch", self.dispatch, DISPATCHES),),
             balanced=(True,),
@@ -109,6 +112,11 @@ class Knobs:
         if self.offload in ("no", "yes"):
             return (OFFLOADED if self.offload == "yes" else (),)
         return (_modules("--offload", self.offload, OFFLOADED),)
+
+    def _cuda_graph(self) -> tuple[str, ...] | None:
+        if self.cuda_graph is None:
+            return None
+        return tuple(_one_of("--cuda-graph", name, CUDA_GRAPHS) for name in self.cuda_graph.split(","))
 
     def _sharding(self) -> tuple[str, ...] | None:
         if self.sharding is None:

@@ -72,7 +72,7 @@ class Cluster:
     """A GPU's share of its host's memory, which bounds offload. 0: nothing can be offloaded."""
 
     peak_flops: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """Floating-point operations a second, dense, by precision: bf16, fp8, nvfp4."""
+    """Floating-point operations a second, dense, by precision: bf16, fp8, mxfp8 (from Blackwell on), nvfp4."""
 
     efficiency: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Achieved shares and times (`treadle.estimate.efficiency`); defaults where absent."""
@@ -104,16 +104,16 @@ class Cluster:
         return int(self.host_memory_gib * GIB)
 
     def peak(self, precision: str) -> float:
-        """Return the operations a second in a precision; mxfp8 has the rate of fp8 if it has none of its own.
+        """Return the operations a second in a precision.
 
         Raises:
             ValueError: there is no such precision, or the GPU has no units for it; the message names those there are.
 
         """
         OneOf(PRECISIONS).check(precision, "a precision", f"{self.name} computes in {', '.join(self.peak_flops)}")
-        found = self.peak_flops.get(precision, self.peak_flops.get(family_of(precision)))
+        found = self.peak_flops.get(precision)
         if found is None:
-            instead = "take `precision=bf16` or another GPU, or " if "bf16" in self.peak_flops else ""
+            instead = "take bf16 or another GPU, or " if "bf16" in self.peak_flops else ""
             raise ValueError(
                 f"{self.name} computes in {', '.join(self.peak_flops)}, got {precision}; "
                 f"{instead}add its rate to [peak_flops] of a cluster file"
@@ -122,7 +122,7 @@ class Cluster:
 
 
 def family_of(precision: str) -> str:
-    """Return the precision whose peak rate it has: fp8 for mxfp8."""
+    """Return the precision whose achieved shares it has where it has none of its own: fp8 for mxfp8."""
     return _FAMILY.get(precision, precision)
 
 

@@ -10,7 +10,8 @@ from treadle.estimate import Job
 from treadle.estimate.cluster import GIB
 from treadle.estimate.host_copies import host_shortage
 from treadle.planner.advised_job import Advisor, within_error_s
-from treadle.planner.job_estimate import Alternative, JobEstimate, estimate_candidate
+from treadle.planner.job_estimate import Alternative, JobEstimate, estimate_candidate, estimate_job
+from treadle.planner.megatron import refusal
 from treadle.planner.moving_parts import moving_parts
 from treadle.planner.ranked_search import SearchResult, with_job
 from treadle.planner.space import Candidate
@@ -57,6 +58,17 @@ def with_alternatives(found: SearchResult, points: Iterable[Candidate] = ()) -> 
         if best is found.best:
             return replace(found, fastest=fastest, front=with_job(found.front, fastest), alternatives=others)
         found = replace(found, best=best, fastest=fastest, front=with_job(with_job(found.front, fastest), best))
+
+
+def with_graphs(found: SearchResult) -> SearchResult:
+    """Return the result with partial CUDA graphs among the alternatives: a search does not turn them on by itself."""
+    job = replace(found.best.job, cuda_graph="partial")
+    if refusal(job, named=True) is not None:
+        return found
+    graphed = estimate_job(job).simulated_whole()
+    fits = _Fits({id(graphed)}, found.memory_limit, {job: graphed})
+    other = _alternative(found.best, "cuda_graph", "partial", [graphed], fits)
+    return replace(found, alternatives=(*found.alternatives, other))
 
 
 def _with_neighbours(found: SearchResult, points: Iterable[Candidate]) -> SearchResult:

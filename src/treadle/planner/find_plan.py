@@ -10,7 +10,7 @@ from pathlib import Path
 from treadle.estimate import Cluster, ModelShape, load_cluster, load_model
 from treadle.estimate.cluster import GIB
 from treadle.estimate.job_memory import OUTSIDE_BYTES, RESERVED_OVER_ALLOCATED
-from treadle.planner.alternatives import with_alternatives
+from treadle.planner.alternatives import with_alternatives, with_graphs
 from treadle.planner.narrowed import Progress
 from treadle.planner.ranked_search import OnBetter, SearchResult, search
 from treadle.planner.space import Candidate, SearchSpace, candidates, fill
@@ -93,6 +93,8 @@ def find_plan(
     names = fill(space, shape, gpus, seq_len).schedules or ()
     found = search(points, limit, offload=space.offload is None, progress=progress, on_better=on_better)
     found = with_alternatives(found, points)
+    if space.cuda_graph is None:
+        found = with_graphs(found)
     return replace(found, unable=tuple(_unable(names, points, refused)))
 
 

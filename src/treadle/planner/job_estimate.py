@@ -134,5 +134,6 @@ def describe(job: Job) -> str:
     extra = [f"recompute {'+'.join(job.recompute)}"] if job.recompute else []
     extra += [f"offload {'all' if job.offload == OFFLOADED else '+'.join(job.offload)}"] if job.offload else []
     extra += [f"{job.sharding} sharded"] if job.sharding != Job.sharding else []
+    extra += [f"{job.cuda_graph} CUDA graphs"] if job.cuda_graph != Job.cuda_graph else []
     extra += ["BF16 gradients"] if job.gradient_bytes != Job.gradient_bytes else []
     return ", ".join([f"{job.schedule} {named} MBS{job.micro_batch_size}", *extra])

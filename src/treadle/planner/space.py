@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 
 from treadle.estimate import Cluster, Job, ModelShape
+from treadle.planner.megatron import refusal
 from treadle.schedules import default_schedule, family, known
 
 MOST_MICROBATCHES = 8_192
@@ -59,7 +60,9 @@ class SearchSpace:
     balanced: tuple[bool, ...] = (False, True)
     """Stages as even in layers as can be (False), or cut so that the slowest is the fastest possible (True)."""
 
-    cuda_graph: tuple[str, ...] = ("partial",)
+    cuda_graph: tuple[str, ...] | None = None
+    """None: no graphs; what partial ones would change is an alternative of the chosen job."""
+
     precision: tuple[str, ...] = ("bf16",)
     dispatch: tuple[str, ...] = ("bf16",)
 
@@ -86,12 +89,13 @@ def candidates(
     `refused` counts, by reason, the sizes that do not go together.
     """
     reasons = refused if refused is not None else Counter()
+    named = space.schedules is not None
     space = fill(space, model, cluster, seq_len)
     for tp, cp, pp, ep in product(space.tp or (), space.cp or (), space.pp or (), space.ep or ()):
         if cluster.num_gpus % (tp * cp * pp):
             reasons[f"tp x cp x pp = {tp} x {cp} x {pp} does not divide {cluster.num_gpus} GPUs"] += 1
             continue
-        sharding = space.sharding or _shardings(model, pp)
+        sharding = space.sharding or _shardings(model, cluster.num_gpus // (tp * cp), pp)
         for size, (name, vpp), cut, blocks in product(
             space.micro_batch_size, _schedules(space, model, pp, reasons), sharding, space.layout or (None,)
         ):
@@ -115,7 +119,12 @@ def candidates(
             except ValueError as error:
                 reasons[str(error)] += 1
                 continue
-            yield from _variations(first, space)
+            for each in _variations(first, space):
+                reason = refusal(each.job, named=named)
+                if reason is None:
+                    yield each
+                else:
+                    reasons[reason] += 1
 
 
 def _variations(first: Job, space: SearchSpace) -> Iterator[Candidate]:
@@ -145,6 +154,7 @@ def fill(space: SearchSpace, model: ModelShape, cluster: Cluster, seq_len: int) 
         ep=space.ep or tuple(ep),
         schedules=space.schedules or searched_schedules(model),
         recompute=space.recompute or recompute_sets(model),
+        cuda_graph=space.cuda_graph or (Job.cuda_graph,),
     )
     values = {field.name: getattr(filled, field.name) for field in fields(filled)}
     return replace(filled, **{name: tuple(dict.fromkeys(each)) for name, each in values.items() if each is not None})
@@ -186,8 +196,9 @@ def searched_schedules(model: ModelShape) -> tuple[str, ...]:
     return tuple(each.name for each in sorted(found, key=lambda each: each.overlapped))
 
 
-def _shardings(model: ModelShape, pp: int) -> tuple[str, ...]:
-    return ("optimizer", "gradients", "parameters") if pp == 1 and not model.is_moe else ("optimizer",)
+def _shardings(model: ModelShape, num_ranks: int, pp: int) -> tuple[str, ...]:
+    dense = pp == 1 < num_ranks and not model.is_moe
+    return ("optimizer", "gradients", "parameters") if dense else ("optimizer",)
 
 
 def _vpps(model: ModelShape, pp: int) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from treadle.ir.show import show_bytes, show_time
 from treadle.planner import SearchResult, find_plan
 from treadle.planner.find_plan import usable_bytes
 from treadle.planner.job_estimate import Alternative, describe
+from treadle.planner.megatron import graph_flags, megatron_flags
 from treadle.planner.plan_files import untrainable, write_files
 from treadle.planner.plan_page import page
 from treadle.planner.plan_report import (
@@ -197,6 +198,7 @@ def _print(found: SearchResult, chosen: PlannedStep, others: tuple[Alternative, 
         "memory": f"{chosen.estimate.memory_bytes / GIB:.1f} GiB of {found.memory_limit / GIB:.1f}",
         **({"pinned host memory": host_text(chosen)} if job.offload else {}),
         "micro-batches": f"{job.num_microbatches} of {job.micro_batch_size} x {job.seq_len:,} tokens a replica",
+        "CUDA graphs": " ".join([job.cuda_graph, *graph_flags(job)]),
         "layout": write_layout(job.layout),
         "verified": "clean" if chosen.report.clean else str(chosen.report),
     }
@@ -206,6 +208,8 @@ def _print(found: SearchResult, chosen: PlannedStep, others: tuple[Alternative, 
     for name, value in figures.items():
         table.add_row(name, escape(value))
     out.print(table)
+    if flags := megatron_flags(job):
+        out.print(escape(f"Megatron-LM  {' '.join(flags)}"), soft_wrap=True)
     _print_memory(chosen)
     _print_alternatives(others, found.unable)
     _print_front(found)
