@@ -249,6 +249,7 @@ def test_examples_of_the_help_run(example: str, tmp_path: Path, monkeypatch: pyt
         ((*EIGHT, "--layout", "Et|tL"), "a layout of llama3-8b has 32 layers and 0 MTP blocks, got 2 and 0"),
         ((*EIGHT, "--pp", "4", "--schedule", "1f1b", "--layout", "Et*16|t*16L"), "has 4 stages, the layout 2"),
         ((*EIGHT, "--tokens", "0"), "--tokens is what the whole run trains on, at least 1, such as 15T, got 0"),
+        ((*EIGHT, "--tokens", "1.5"), "a count is whole, got 1.5; write 2, or a prefix such as 1.5T"),
         ((*EIGHT, "--tokens", "a lot"), "'a lot' is not a count"),
         ((*EIGHT, "--trainable", "--tp", "2"), "treadle.train has no TP, got --tp 2; leave one of the two out"),
         ((*EIGHT, "--trainable", "--gradients", "bf16"), "treadle.train has gradients in fp32, got --gradients bf16"),

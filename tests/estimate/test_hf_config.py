@@ -147,18 +147,43 @@ def test_qwen_has_windows_only_if_it_says_so(kind: str, more: dict[str, Any], wi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen2_moe", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen2", "qwen3", "qwen2_moe", "gemma2", "gpt_oss", "cohere2", "exaone4", "olmo3", "afmoe", "cwm", "vaultgemma"],
+)
 @pytest.mark.parametrize("used", [{}, {"use_sliding_window": False}, {"use_sliding_window": True}])
 def test_windowed_layers_are_those_of_transformers(kind: str, used: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
     experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
     said = {**SMALL, "num_hidden_layers": 7, "sliding_window": 32, "max_window_layers": 5, **used}
     said |= experts if kind in ("qwen2_moe", "gpt_oss") else {}
-    if kind in ("gemma2", "gpt_oss"):
+    if not kind.startswith("qwen"):
         said = {key: value for key, value in said.items() if "window_" not in key and "use_" not in key}
     layers = transformers.AutoConfig.for_model(kind, **said).layer_types
     shape = shape_from_hf({"model_type": kind, **said}, kind)
     assert shape.num_windowed_layers == sum(each == "sliding_attention" for each in layers)
+
+
+def test_the_windows_of_command_r7b_are_three_of_four_layers() -> None:
+    """As on the hub: a pattern, and no layer_types."""
+    said = {**SMALL, "model_type": "cohere2", "num_hidden_layers": 32, "sliding_window": 4096}
+    shape = shape_from_hf({**said, "sliding_window_pattern": 4, "layer_switch": 4}, "Command-R7B")
+    assert shape.num_windowed_layers == 24
+
+
+def test_a_window_without_its_layers_is_refused() -> None:
+    said = {**SMALL, "model_type": "granite_swa", "sliding_window": 4096}
+    with pytest.raises(ValueError, match=r"neither layer_types nor its model_type 'granite_swa' says which"):
+        shape_from_hf(said, "x")
+    typed = {**said, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    assert shape_from_hf(typed, "x").num_windowed_layers == 2
+
+
+def test_qwen2_has_no_bias_in_the_output_projection() -> None:
+    """Qwen2.5-7B: 7,615,616,512 parameters (its safetensors)."""
+    said = {"model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28, "vocab_size": 152064}
+    sizes = {"num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944}
+    assert count_parameters(shape_from_hf({**said, **sizes}, "Qwen2.5-7B")) == 7_615_616_512
 
 
 def test_a_window_of_the_whole_sequence_changes_nothing() -> None:
@@ -237,8 +262,8 @@ def test_parameters_are_those_of_transformers() -> None:
             model = transformers.AutoModelForCausalLM.from_config(config)
         shape = shape_from_hf(json.loads(config.to_json_string(use_diff=False)), kind)
         sinks = 4 * 4 if kind == "gpt_oss" else 0  # a number a head and layer, not counted here
-        # qwen2_moe: what gates its shared expert weighs as much as the output projection's bias, which it has not
-        assert count_parameters(shape) + sinks == sum(each.numel() for each in model.parameters()), kind
+        gate = 4 * 64 if kind == "qwen2_moe" else 0  # of the shared expert
+        assert count_parameters(shape) + sinks + gate == sum(each.numel() for each in model.parameters()), kind
 
 
 @pytest.mark.parametrize(
@@ -251,6 +276,14 @@ def test_parameters_are_those_of_transformers() -> None:
         ({"layer_types": ["linear_attention", "full_attention"] * 2}, "layer_types with 'linear_attention'"),
         ({"attn_type_list": [0, 1, 0, 1]}, "attn_type_list with 0"),
         ({"attention_chunk_size": 8192}, "attention_chunk_size = 8192"),
+        ({"model_type": "arctic"}, "model_type 'arctic'"),
+        ({"model_type": "ouro"}, "model_type 'ouro'"),
+        ({"total_ut_steps": 4}, "total_ut_steps = 4"),
+        ({"recurrent_layers": [1, 2]}, r"recurrent_layers = \[1, 2\]"),
+        ({"parallel_attn_mlp_res": True}, "parallel_attn_mlp_res = True"),
+        ({"add_cross_attention": True}, "add_cross_attention = True"),
+        ({"word_embed_proj_dim": 512}, "word_embed_proj_dim = 512"),
+        ({"moe_layer_end_index": 2}, "moe_layer_end_index = 2"),
         ({"index_topk": 2048}, "index_topk = 2048"),
         ({"num_odd_experts": 8}, "num_odd_experts = 8"),
     ],

@@ -15,6 +15,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, is_dataclass
+from fractions import Fraction
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -82,7 +83,10 @@ def parse_count(text: str) -> int:
     match = re.fullmatch(r"([0-9]+(?:[,_][0-9]{3})*(?:\.[0-9]+)?)([KMGT]i?|)", text)
     if match is None:
         raise ValueError(f"{text!r} is not a count; write 4194304, 4M (4,000,000) or 4Mi (4,194,304)")
-    return int(float(re.sub("[,_]", "", match[1])) * _UNITS[f"{match[2]}B" if match[2] else ""])
+    count = Fraction(re.sub("[,_]", "", match[1])) * _UNITS[f"{match[2]}B" if match[2] else ""]
+    if count.denominator != 1:
+        raise ValueError(f"a count is whole, got {text}; write {round(count)}, or a prefix such as {match[1]}T")
+    return int(count)
 
 
 def parse_layers(text: str | None) -> int | tuple[int, ...] | None:

@@ -244,8 +244,8 @@ def _attention(cut: ModelCut, *, router: bool = False) -> BlockPiece:
 def _projections(cut: ModelCut) -> tuple[Linear, ...]:
     """The linear layers of attention, the one after it last."""
     shape, tokens, own, hidden = cut.shape, cut.tokens, cut.own_tokens, cut.shape.hidden_size
-    bias, query = shape.attention_bias, cut.query_width
-    out = Linear("proj", tokens, cut.output_width, hidden, bias)
+    bias, query = shape.attention_bias or shape.qkv_bias, cut.query_width
+    out = Linear("proj", tokens, cut.output_width, hidden, shape.attention_bias)
     if not shape.is_mla:
         return Linear("qkv", tokens, hidden, query + cut.key_width + cut.value_width, bias), out
     up_width = shape.num_attention_heads * (shape.qk_nope_head_dim + shape.v_head_dim) // cut.tp
@@ -365,8 +365,8 @@ def _experts(cut: ModelCut) -> BlockPiece:
     linears = _mlp_linears(cut, "expert", rows, width, shape.num_experts // cut.ep)
     act = BF16 * (_first(cut) + 1) * rows * width
     vector = act + BF16 * 3 * outer
-    permuted = BF16 * 4 * rows * shape.hidden_size
-    exchanges = (_exchange(cut, 2),)
+    permuted, size_bytes = BF16 * 4 * rows * shape.hidden_size, BF16 * rows * shape.hidden_size
+    of_tp = (BlockMessage("all_gather", "etp", size_bytes), BlockMessage("reduce_scatter", "etp", size_bytes))
     return BlockPiece(
         "experts",
         linears,
@@ -382,9 +382,9 @@ def _experts(cut: ModelCut) -> BlockPiece:
         vector_bytes=vector,
         backward_vector_bytes=2 * vector,
         permuted_bytes=permuted,
-        collectives=(BlockMessage("all_gather", "etp", BF16 * rows * shape.hidden_size),),
+        collectives=of_tp,  # Megatron-LM's dispatcher: gathered before the GEMMs, scattered after them
         recomputed=(
-            Recomputed(("moe",), linears, act, False, True, permuted, exchanges, True),
+            Recomputed(("moe",), linears, act, False, True, permuted, (_exchange(cut, 2), *of_tp), True),
             Recomputed(("moe_act",), vector_bytes=act),
         ),
     )

@@ -30,6 +30,7 @@ _SPELLINGS = {
     "num_dense_layers": "first_k_dense_replace",
     "num_mtp_modules": "num_nextn_predict_layers",
     "shared_intermediate_size": "shared_expert_intermediate_size",
+    "ffn_hidden_size": "intermediate_size",
 }
 _COPIED = (
     "hidden_size",
@@ -94,8 +95,22 @@ _NOT_CAUSAL = {
 _WINDOWED_IF_SAID = ("qwen2", "qwen3", "smollm3")
 """Kinds of model that use their sliding_window only if use_sliding_window says so."""
 
-_WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2}
+_WINDOW_PERIODS = {
+    "gemma2": 2,
+    "vaultgemma": 2,
+    "gpt_oss": 2,
+    "gemma3": 6,
+    "gemma3_text": 6,
+    **dict.fromkeys(("cohere2", "exaone4", "exaone_moe", "olmo3", "afmoe"), 4),
+}
 """Kinds of model that look at all in every so many layers only, if layer_types does not say which."""
+
+_PERIOD_KEYS = ("sliding_window_pattern", "global_attn_every_n_layers")
+_ALL_WINDOWED = ("mistral", "mixtral", "ministral", "phi3", "phi4_multimodal", "phimoe", "starcoder2", "qwen3_moe")
+"""What names of kinds begin with all of whose layers have the window."""
+
+_BIASED_QKV = ("qwen2", "glm", "helium", "solar_open")
+"""What names of kinds begin with whose attention_bias is of queries, keys and values, not of the output projection."""
 
 
 def fields_of_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -129,7 +144,7 @@ def fields_of_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
         found |= _experts(said, name)
     else:
         found = {key: value for key, value in found.items() if key not in EXPERT_FIELDS}
-    return found | _window(kind, said)
+    return found | _window(kind, said, name)
 
 
 def _check_causal(config: Mapping[str, Any], text: Mapping[str, Any], name: str) -> None:
@@ -159,8 +174,9 @@ def _unsaid(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "gpt2":
         positions = said.get("max_position_embeddings", 0)
         found |= {"attention_bias": True, "mlp_bias": True, "max_position_embeddings": positions}
-    if kind.startswith("qwen2"):
-        found["attention_bias"] = True
+    if kind.startswith(_BIASED_QKV):
+        biased = kind == "qwen2" or said.get("qkv_bias", said.get("attention_bias", kind.startswith("qwen2")))
+        found |= {"attention_bias": False, "qkv_bias": bool(biased)}
     if kind.startswith("qwen3"):
         found["qk_norm"] = True
     if kind == "gpt_oss":
@@ -200,23 +216,36 @@ def _dense_layers(said: Mapping[str, Any]) -> list[int]:
     return [layer for layer in layers if layer < first or layer in only or (layer + 1) % step]
 
 
-def _window(kind: str, said: Mapping[str, Any]) -> dict[str, Any]:
+def _window(kind: str, said: Mapping[str, Any], name: str) -> dict[str, Any]:
     window = said.get("sliding_window", 0)
     if not window or not said.get("use_sliding_window", not kind.startswith(_WINDOWED_IF_SAID)):
         return {}
-    windowed = _windowed_layers(kind, said)
+    windowed = _windowed_layers(kind, said, name)
     return {"sliding_window": window, "num_windowed_layers": windowed} if windowed else {}
 
 
-def _windowed_layers(kind: str, said: Mapping[str, Any]) -> int:
-    """Return how many layers have windowed attention, where there is some."""
+def _windowed_layers(kind: str, said: Mapping[str, Any], name: str) -> int:
+    """Return how many layers have windowed attention, where there is some.
+
+    Raises:
+        ValueError: neither the config nor the kind says which layers do.
+
+    """
     layers = whole(said, "num_hidden_layers")
     if "layer_types" in said:
         return sum(each == "sliding_attention" for each in listed(said, "layer_types"))
     if kind in _WINDOW_PERIODS:
-        return layers - layers // whole(said, "sliding_window_pattern", _WINDOW_PERIODS[kind])
+        period = next((whole(said, key) for key in _PERIOD_KEYS if said.get(key)), _WINDOW_PERIODS[kind])
+        return layers - layers // period
+    if kind == "cwm":  # the first of every four looks at all
+        return layers - (layers + 3) // 4
     if kind == "qwen2_moe":  # every other one of the first
         return (min(layers, whole(said, "max_window_layers", 28)) + 1) // 2
     if kind.startswith("qwen") and kind != "qwen3_moe":
         return max(0, layers - whole(said, "max_window_layers", 28))
-    return layers
+    if kind.startswith(_ALL_WINDOWED):
+        return layers
+    raise ValueError(
+        f"config.json of {name} has a sliding_window, and neither layer_types nor its model_type {kind!r} says which "
+        "layers use it; add layer_types to a copy, or set its sliding_window to null"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from treadle.estimate.hf_values import listed
@@ -19,6 +20,9 @@ _KEYS = {
     r"num_attention_heads_per_layer|num_layers_per_stack": "layers that differ",
     r"attention_chunk_size": "attention in chunks",
     r"index_topk|index_n_heads|dense_attention_every_n_layers": "sparse attention",
+    r"total_ut_steps|recurrent_.*|num_recurrent_.*": "layers that run again",
+    r"parallel_attn_mlp_res": "a dense MLP beside the experts",
+    r"add_cross_attention": "attention to another sequence",
     r"hidden_size_per_layer_input|num_kv_shared_layers": "layers that share parameters or embed tokens again",
 }
 """Keys, as patterns, that change the layers where they are set, and what they stand for."""
@@ -41,11 +45,22 @@ _KINDS = {
 }
 """Kinds of model that no key tells apart."""
 
+_READ = frozenset((Path(__file__).parent / "presets" / "hf_kinds.txt").read_text(encoding="utf-8").split())
+"""Kinds of model whose config.json is read: those of transformers are held to its models by a test. Any other kind is
+refused, as its layers may differ by a default that no key shows."""
+
 
 def check_supported(said: Mapping[str, Any], kind: str, name: str) -> None:
     """Raise a ValueError if a config.json says layers that a shape does not have; the message names the key."""
     if kind in _KINDS:
         raise _refused(name, f"model_type {kind!r}", _KINDS[kind])
+    if kind and kind not in _READ:
+        raise _refused(name, f"model_type {kind!r}", "a kind that was not compared with its own code")
+    last = said.get("moe_layer_end_index")
+    if isinstance(last, int) and 0 <= last < said.get("num_hidden_layers", 0) - 1:
+        raise _refused(name, f"moe_layer_end_index = {last}", "dense layers after those with experts")
+    if said.get("word_embed_proj_dim", said.get("hidden_size")) != said.get("hidden_size"):
+        raise _refused(name, f"word_embed_proj_dim = {said['word_embed_proj_dim']}", "a projected embedding")
     for key, value in said.items():
         what = next((what for pattern, what in _KEYS.items() if re.fullmatch(pattern, key)), None)
         if what is not None and value:

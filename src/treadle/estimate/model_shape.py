@@ -87,6 +87,9 @@ class ModelShape:
     attention_bias: bool = False
     """Projections of attention have biases."""
 
+    qkv_bias: bool = False
+    """Projections to queries, keys and values have biases, and that of attention's output has none (Qwen2)."""
+
     mlp_bias: bool = False
     """Matrices of MLPs and experts have biases."""
 

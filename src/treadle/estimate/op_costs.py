@@ -99,7 +99,8 @@ def _block_ticks(job: Job, *, overlapped: bool) -> Mapping[str, Mapping[str, int
     for block in set(job.model.blocks):
         works = actions(job, block)
         device = {name: seconds(at_peak(work, job.cluster, job.precision), by) for name, work in works.items()}
-        runs = {name for name in works if not name.endswith("_r") or name[:-2] in job.recompute}
+        again = {*job.recompute} if "full" not in job.recompute else {*COMPUTE_PARTS}
+        runs = {name for name in works if not name.endswith("_r") or name[:-2] in again}
         host = sum(host_seconds(works[name], job, overlapped=overlapped) for name in runs)
         computed = sum(device[name] for name in runs if not name.startswith(_EXCHANGES))
         waited = 0.0 if overlapped else sum(device[name] for name in runs) - computed
@@ -147,6 +148,7 @@ def _messages(job: Job, weights: RankWeights) -> dict[str, int]:
         reduced = layer_seconds(job, "t", job.gradient_bytes)
     else:
         reduced = max(data_parallel_seconds(job, *each, job.gradient_bytes) for each in {*chain.from_iterable(weights)})
+        reduced *= 2 if job.sharding == "none" else 1  # an all-reduce is a reduce-scatter and an all-gather
     if reduced:
         found["reduce_grad"] = round(NS * reduced)
     if job.offload:
@@ -163,7 +165,7 @@ def _tied_bytes(job: Job) -> int:
 def _step(job: Job, weights: RankWeights) -> dict[str, int]:
     """What ends a step, on the rank that has most to do then."""
     held = {(sum(dense for dense, _ in chunks), sum(experts for _, experts in chunks)) for chunks in weights}
-    whole = job.sharding != "parameters"  # else each layer is gathered where it computes
+    whole = job.sharding in ("optimizer", "gradients")  # none: replicas have all; parameters: each layer is gathered
     gathered = max(data_parallel_seconds(job, *each, PARAM_BYTES) for each in held) if whole else 0.0
     optimizer = max(_optimizer_seconds(job, *each) for each in held)
     ends = {

@@ -68,7 +68,9 @@ def untrainable_model(model: ModelShape) -> str | None:
         ),
         "its MLPs are gated, and this model's are not": not model.gated_mlp,
         "its attention looks at all tokens, and this model's has a window": model.num_windowed_layers > 0,
-        "its projections have no biases, and this model's have": model.attention_bias or model.mlp_bias,
+        "its projections have no biases, and this model's have": model.attention_bias
+        or model.qkv_bias
+        or model.mlp_bias,
         f"its heads have an even width, and this model's {model.head_dim}": model.head_dim % 2 > 0,
         "its positions are rotary, and this model's are learned": model.max_position_embeddings > 0,
     }
