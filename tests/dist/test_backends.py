@@ -62,10 +62,11 @@ def test_a_device_that_no_backend_of_torch_serves_is_refused() -> None:
     [("cuda:nccl", "nccl"), ("cpu:gloo,cuda:nccl", "nccl"), ("cpu:gloo,xpu:xccl", "xccl"), ("cpu:ucc,cuda:ucc", "ucc")],
 )
 def test_a_device_is_served_as_the_world_says(config: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
-    device = XPU if "xpu" in config else CUDA
-    assert backend_of(device) == backend
-    assert backend_of(CPU) == "gloo"
+    with world("gloo"):
+        monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+        device = XPU if "xpu" in config else CUDA
+        assert backend_of(device) == backend
+        assert backend_of(CPU) == "gloo"
 
 
 XPU = torch.device("xpu")

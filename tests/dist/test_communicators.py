@@ -1,72 +1,98 @@
-"""Communicators of a device are connected when they are made, aborted together, and tell of their errors.
+"""Communicators of a device are connected when they are made, aborted together, and report their errors.
 
-There is no NCCL here: doubles have the methods of torch's backend for it.
+There is no NCCL here: a double of torch's backend for it has ranks that are threads.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from enum import Enum
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
+from tests.support.nccl_double import ErrorType, Nccl, Options
 from tests.support.patience import PATIENT_S
 from treadle.dist import rank_groups
-from treadle.dist.communicators import CLOSED, JointAbort, close_communicator, connect, error_of
+from treadle.dist.channel import Channel
+from treadle.dist.communicators import CLOSED, JointAbort, close_communicator, error_of, make_communicator
+from treadle.dist.device import Host
 from treadle.dist.rank_groups import Groups
 
-DEVICE = torch.device("cuda", 0)
+DEADLINE = timedelta(seconds=PATIENT_S)
 
 
-class ErrorType(Enum):
-    """As torch's."""
-
-    SUCCESS = 0
-    COMM_ERROR = 2
-
-
-class Double:
-    """A communicator that notes its calls in `calls`."""
-
-    def __init__(self, name: str, calls: list[str], ready_after: int = 0, error: ErrorType = ErrorType.SUCCESS) -> None:
-        self.name, self.calls, self.ready_after, self.error = name, calls, ready_after, error
-
-    def _group_start(self) -> None:
-        self.calls.append("start")
-
-    def _group_end(self) -> None:
-        self.calls.append("end")
-
-    def abort(self) -> None:
-        self.calls.append(f"abort {self.name}")
-
-    def shutdown(self) -> None:
-        self.calls.append(f"shutdown {self.name}")
-
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        self.calls.append(f"connect {self.name} to {device}")
-
-    def _is_initialized(self) -> bool:
-        self.ready_after -= 1
-        return self.ready_after < 0
-
-    def get_error(self) -> ErrorType:
-        return self.error
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(Nccl, "calls", [])
+    return Nccl.calls
 
 
-def doubles(*names: str, **more: Any) -> tuple[list[Any], list[str]]:
-    calls: list[str] = []
-    return [Double(name, calls, **more) for name in names], calls
+def alone(name: str) -> Any:
+    """A communicator of one rank."""
+    options = Options()
+    options.group_name = name
+    return Nccl(HashStore(), 0, 1, options)
 
 
-def test_communicators_are_aborted_together() -> None:
-    made, calls = doubles("a", "b")
-    assert JointAbort([CLOSED, *made]).ended(PATIENT_S)
+def make_between(name: str, rank: int, store: HashStore) -> Any:
+    device = torch.device("cuda", rank)
+    return make_communicator(name, [0, 1], rank, DEADLINE, device, backend="nccl", store=store)
+
+
+def make_both(name: str = "a") -> list[Any]:
+    store = HashStore()
+    with ThreadPoolExecutor(2) as ranks:
+        return list(ranks.map(lambda rank: make_between(name, rank, store), range(2)))
+
+
+def test_a_communicator_is_connected_when_it_is_made() -> None:
+    for made in make_both():
+        assert made._is_initialized()
+        assert made.options.global_ranks_in_group == [0, 1]
+        assert made.options.group_name == "a"
+        made.abort()
+
+
+def test_a_communicator_is_connected_whatever_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_USE_COMM_NONBLOCKING", "1")
+    for made in make_both():
+        assert made._is_initialized()
+        made.abort()
+
+
+def test_making_waits_for_the_peer() -> None:
+    store, made = HashStore(), list[Any]()
+    first = threading.Thread(target=lambda: made.append(make_between("a", 0, store)))
+    first.start()
+    first.join(0.05)
+    assert first.is_alive()
+    made.append(make_between("a", 1, store))
+    first.join(PATIENT_S)
+    assert all(each._is_initialized() for each in made)
+    for each in made:
+        each.abort()
+
+
+def test_a_rank_can_name_a_lost_peer_under_the_settings_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
+    before = dict(os.environ)
+    for made in make_both():
+        assert set(made.settings.values()) == {"0"}
+        made.abort()
+    assert dict(os.environ) == before
+
+
+def test_communicators_are_aborted_together(calls: list[str]) -> None:
+    assert JointAbort([CLOSED, alone("a"), alone("b")]).ended(PATIENT_S)
     assert calls == ["start", "abort a", "abort b", "end"]
 
 
@@ -75,65 +101,93 @@ def test_nothing_is_aborted_where_no_communicator_is_a_devices() -> None:
     assert abort.ended(0)
 
 
-def test_an_abort_that_hangs_holds_nobody_up() -> None:
-    made, calls = doubles("a")
-    go_on = threading.Event()
-    made[0].abort = go_on.wait
-    abort = JointAbort(made)
+class Hanging(Nccl):
+    """Its abort waits for the device, until `go_on`."""
+
+    go_on: threading.Event
+
+    def abort(self) -> None:
+        self.go_on.wait()
+        super().abort()
+
+
+@pytest.fixture
+def hanging() -> Any:
+    options = Options()
+    options.group_name = "a"
+    made = Hanging(HashStore(), 0, 1, options)
+    made.go_on = threading.Event()
+    return made
+
+
+def test_an_abort_that_hangs_holds_nobody_up(hanging: Any, calls: list[str]) -> None:
+    abort = JointAbort([hanging])
     assert not abort.ended(0.01)
-    go_on.set()
+    hanging.go_on.set()
     assert abort.ended(PATIENT_S)
-    assert calls == ["start", "end"]
+    assert calls == ["start", "abort a", "end"]
 
 
-def test_groups_whose_abort_hangs_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, calls = doubles("a")
-    go_on, group = threading.Event(), mock.Mock(communicator=made[0])
-    made[0].abort = go_on.wait
-    groups = Groups("one", mock.Mock(), timedelta(seconds=PATIENT_S), group, None)
+def test_groups_whose_abort_hangs_are_left_as_they_are(
+    hanging: Any, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = mock.Mock(communicator=hanging)
+    groups = Groups("one", mock.Mock(), DEADLINE, group, None)
     groups.break_off()
     groups.break_off()
     monkeypatch.setattr(rank_groups, "ABORT_S", 0.01)
     groups.close()
     assert calls == ["start"]
     group.close.assert_not_called()
-    go_on.set()
+    hanging.go_on.set()
     monkeypatch.setattr(rank_groups, "ABORT_S", PATIENT_S)
     groups.close()
-    assert calls == ["start", "end"]
+    assert calls == ["start", "abort a", "end"]
     group.close.assert_called_once()
 
 
-def test_a_communicator_is_connected_when_it_is_made() -> None:
-    made, calls = doubles("a", ready_after=3)
-    connect(made[0], DEVICE, timedelta(seconds=PATIENT_S))
-    assert calls == ["connect a to cuda:0"]
-    assert made[0].ready_after < 0, "it was waited for"
+def test_both_ends_of_channels_close_them_in_one_order() -> None:
+    """A shutdown waits for the peer's: two ranks that began with another channel each would wait for ever."""
+    made = {name: make_both(name) for name in ("0>1", "1>0")}
+
+    def groups_of(rank: int) -> Groups:
+        def channel(name: str) -> Channel:
+            return Channel(made[name][rank], 1 - rank, torch.device("cpu"), Host(DEADLINE).wait, mock.Mock())
+
+        out, into = ("0>1", "1>0") if rank == 0 else ("1>0", "0>1")
+        groups = Groups("one", mock.Mock(pp_rank=rank), DEADLINE, mock.Mock(communicator=CLOSED), None)
+        groups.outgoing, groups.incoming = {1 - rank: channel(out)}, {1 - rank: channel(into)}
+        return groups
+
+    closing = [threading.Thread(target=groups_of(rank).close, daemon=True) for rank in range(2)]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join(5)
+    late = [thread.is_alive() for thread in closing]
+    for each in (end for ends in made.values() for end in ends):
+        each.released.set()
+    assert late == [False, False]
 
 
-def test_a_communicator_that_does_not_connect_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, _ = doubles("a", ready_after=1 << 60)
-    clock = iter(range(1000))
-    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
-    with pytest.raises(RuntimeError, match="Timed out: a communicator was not connected within 20 s"):
-        connect(made[0], DEVICE, timedelta(seconds=20))
-
-
-def test_a_communicator_tells_of_its_error() -> None:
-    (well, broken), _ = doubles("well")[0] + doubles("broken", error=ErrorType.COMM_ERROR)[0], None
+def test_a_communicator_reports_its_error() -> None:
+    well, broken = alone("well"), alone("broken")
+    broken.error = ErrorType.COMM_ERROR
     assert error_of(well) is None
     assert error_of(broken) == "COMM_ERROR"
     assert error_of(CLOSED) is None
 
-    def unsupported() -> None:
+    def unsupported() -> ErrorType:
         raise RuntimeError("Backend xccl does not support getError")
 
     broken.get_error = unsupported
     assert error_of(broken) is None
 
 
-def test_a_closed_communicator_is_shut_down_once() -> None:
-    made, calls = doubles("a")
-    close_communicator(made[0])
+def test_a_closed_communicator_is_shut_down_once(calls: list[str]) -> None:
+    made = alone("a")
+    close_communicator(made)
     close_communicator(CLOSED)
     assert calls == ["shutdown a"]
+    del made
+    assert calls == ["shutdown a"], "its destructor has nothing to abort"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.doubles import double_of
 from tests.support.paths import ROOT
 from tests.support.patience import HUNG_S
 from treadle.dist import device as device_module
@@ -70,8 +71,10 @@ class SlowStreams(Accelerator):
         self.num += 1
         streams, reached_s = self, self.num * self.every_s
 
+        @double_of("torch.Event")
         class Event:
             def query(self) -> bool:
+                """torch 2.13 c10/core/Event.h:118-120: True once the device has come to it."""
                 return streams.clock.now_s >= reached_s and reached_s < streams.stops_s
 
         return Event()

@@ -18,24 +18,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.doubles import double_of
 
+
+@double_of("torch.Event")
 class _Event:
     def __init__(self) -> None:
+        """torch 2.13 c10/core/Event.h:96-98: recorded at once; what was launched has run."""
         self.at_ns = time.perf_counter_ns()
 
     def query(self) -> bool:
+        """torch 2.13 c10/core/Event.h:118-120: True once the device has come to it."""
         return True
 
     def elapsed_time(self, end_event: _Event, /) -> float:
+        """torch 2.13 c10/core/Event.h:122-124: milliseconds, of events that were both reached."""
         return (end_event.at_ns - self.at_ns) / 1e6
 
 
+@double_of("torch.Stream")
 class _Stream:
     def wait_event(self, event: Any, /) -> None:
-        pass
+        """torch 2.13 c10/core/Event.h:108-110: the stream waits, and not the host; here all have run."""
 
     def wait_stream(self, other: Any, /) -> None:
-        pass
+        """torch 2.13 c10/core/Stream.h:125-128: the stream waits, and not the host; here all have run."""
 
 
 class BehindHost:
@@ -66,6 +73,7 @@ class BehindHost:
         pass
 
 
+@double_of("torch.distributed.ProcessGroupNCCL", own=("__init__", "launch"))
 class Wrapped:
     """A communicator whose calls go to another, with `wait(work)` called for each of their waits."""
 
@@ -77,28 +85,34 @@ class Wrapped:
         return _Work(getattr(self.made, call)(*args), self._wait)
 
     def send(self, tensors: list[Tensor], *more: Any) -> Any:
+        """torch 2.13 ProcessGroupNCCL.hpp:910-913: launches, and returns work whose wait is `wait`."""
         return self.launch("send", tensors, tensors, *more)
 
     def recv(self, tensors: list[Tensor], *more: Any) -> Any:
+        """torch 2.13 ProcessGroupNCCL.hpp:915-918: launches, and returns work whose wait is `wait`."""
         return self.launch("recv", tensors, tensors, *more)
 
     def allreduce(self, tensors: list[Tensor], *more: Any) -> Any:
+        """torch 2.13 ProcessGroupNCCL.hpp:842-844: launches, and returns work whose wait is `wait`."""
         return self.launch("allreduce", tensors, tensors, *more)
 
     def _reduce_scatter_base(self, output: Tensor, rows: Tensor, *more: Any) -> Any:
+        """torch 2.13 ProcessGroupNCCL.hpp:885-888: launches, and returns work whose wait is `wait`."""
         return self.launch("_reduce_scatter_base", [rows], output, rows, *more)
 
     def allgather(self, gathered: list[list[Tensor]], tensors: list[Tensor], *more: Any) -> Any:
+        """torch 2.13 ProcessGroupNCCL.hpp:860-863: launches, and returns work whose wait is `wait`."""
         return self.launch("allgather", tensors, gathered, tensors, *more)
 
     def alltoall_base(self, output: Tensor, rows: Tensor, *more: Any) -> Any:
+        """torch 2.13 ProcessGroupNCCL.hpp:898-903: launches, and returns work whose wait is `wait`."""
         return self.launch("alltoall_base", [rows], output, rows, *more)
 
     def abort(self) -> None:
-        pass
+        """torch 2.12 ProcessGroupNCCL.cpp:1553-1577: ends what is waited for; gloo's ends nothing."""
 
     def shutdown(self) -> None:
-        pass
+        """torch 2.12 ProcessGroupNCCL.cpp:1586-1634: gives back what gloo gives back with its last reference."""
 
 
 class _Work:

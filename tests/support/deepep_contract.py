@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.doubles import double_of
+
 
 class Config:
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
@@ -22,8 +24,10 @@ class Config:
         return 0
 
 
+@double_of("deep_ep.Buffer", own=("_sum", "_pick", "_all"))
 class Buffer:
     def __init__(self, group: None, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, *, comm: Any) -> None:
+        """DeepEP v1.2.1 deep_ep/buffer.py:32-125: meets the others over `comm`."""
         assert group is None
         assert num_nvl_bytes > 0
         self.rank, self.size, self._comm = comm.Get_rank(), comm.Get_size(), comm
@@ -31,11 +35,13 @@ class Buffer:
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
+        """DeepEP v1.2.1 deep_ep/buffer.py:220-245: a tuned configuration for this number of ranks."""
         return Config()
 
     get_combine_config = get_dispatch_config
 
     def get_dispatch_layout(self, topk_idx: Tensor, num_experts: int) -> tuple[Any, ...]:
+        """DeepEP v1.2.1 deep_ep/buffer.py:276-302: how many tokens go to each rank and expert."""
         assert topk_idx.dtype is torch.int64
         per_rank = num_experts // self.size
         in_rank = torch.stack([(topk_idx // per_rank == rank).any(1) for rank in range(self.size)], 1)
@@ -54,6 +60,7 @@ class Buffer:
         topk_idx: Tensor | None = None,
         topk_weights: Tensor | None = None,
     ) -> tuple[Any, ...]:
+        """DeepEP v1.2.1 deep_ep/buffer.py:305-384: a token goes once to each rank that has an expert of it."""
         assert x.dtype is torch.bfloat16
         if handle is not None:
             assert topk_idx is None
@@ -75,6 +82,7 @@ class Buffer:
         return came, index, weights, counts, (sources, len(x)), None
 
     def combine(self, x: Tensor, handle: Any, topk_weights: Tensor | None = None) -> tuple[Tensor, Tensor | None, None]:
+        """DeepEP v1.2.1 deep_ep/buffer.py:387-432: adds up what the ranks that got a token made of it."""
         assert x.dtype is torch.bfloat16
         sources, num_tokens = handle
         handles = self._comm.allgather([source.tolist() for source in sources])

@@ -33,7 +33,6 @@ from torch._C._distributed_c10d import TCPStore
 from tests.support import devices
 from tests.support.patience import HUNG_S
 from tests.support.rank_pool import POOL, SHOW_STACKS, Done, PoolProcess
-from treadle.dist.nccl_settings import NEEDED
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -238,7 +237,6 @@ def _run_rank(place: _Place, task: bytes, imported: Callable[[], None]) -> bytes
         imported()
         store = TCPStore("127.0.0.1", place.port, is_master=False)
         timeout = timedelta(seconds=place.group_timeout_s)
-        os.environ.update(NEEDED if devices.backend() == "nccl" else {})
         devices.enter(place.rank)
         dist.init_process_group(
             devices.backend(), store=store, rank=place.rank, world_size=place.world, timeout=timeout

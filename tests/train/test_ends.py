@@ -19,14 +19,11 @@ from tests.support.ranks import check, run_ranks
 from tests.support.torchrun import run_under_torchrun
 from tests.train.tiny import flags_of, tiny
 from train_runs import losses_of
-from treadle.dist.nccl_settings import NEEDED, wrong_settings
 from treadle.train import trainer
 from treadle.train.checkpoint import SaveError, complete_steps
 from treadle.train.main import FAILED, REFUSED, main
-from treadle.train.run_config import TrainConfig
 from treadle.train.run_log import StepFacts
 from treadle.train.trainer import Trainer
-from treadle.train.world import join_world
 
 pytestmark = pytest.mark.slow
 
@@ -66,17 +63,6 @@ def test_a_rank_that_is_lost_while_a_run_is_made_is_one_line(tmp_path: Path) -> 
     (line,) = [each for each in first.stderr.splitlines() if not each.startswith("[rank")]
     assert line.startswith("error: rank 0: ")
     assert "rank 1" in line
-
-
-def join() -> list[str]:
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"  # as torchrun sets it
-    assert wrong_settings(os.environ)
-    join_world(TrainConfig()).leave()
-    return [*wrong_settings(os.environ), *(name for name in NEEDED if name not in os.environ)]
-
-
-def test_the_world_has_the_settings_of_nccl_that_a_pipeline_needs() -> None:
-    assert check(run_under_torchrun(1, join)) == [[]]
 
 
 def run_on_a_full_disk(rank: int, output: Path) -> tuple[str, str]:

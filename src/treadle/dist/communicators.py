@@ -1,16 +1,24 @@
 """Communicators: torch's backends, made by their members only, connected at once, closed and aborted.
 
-They are made from torch's backends directly: `new_group` must be called by the whole world, and with
-`use_local_synchronization` it names a group by the number of groups its rank has, which differs along a pipe.
+They are made as `init_process_group` and `new_group` make theirs (`_new_process_group_helper`), without the group of
+the world around them:
+
+| gained | the same calls in |
+|---|---|
+| made by two neighbours of a pipeline in any order; `new_group` is called by the whole world, and with \
+`use_local_synchronization` names a group by the number of groups its rank has | torch's `test_c10d_nccl.py` \
+(`ProcessGroupNCCLNoGPUTest`), vLLM's `stateless_init_torch_distributed_process_group` |
+| a priority and a number of thread blocks for each | `test_c10d_nccl.py`, `test_pass_nccl_options_config` |
+| members that are in no world together, as agents of an update | torchft's `ProcessGroupNCCL` |
+| aborts that name the lost rank, under a watchdog that leaves the process alone | torchft's `ProcessGroupNCCL.abort` |
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -18,17 +26,26 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import GroupName, PrefixStore, Store, _get_default_store
 
 from treadle.dist.backends import CPU, FAKE, GLOO, NCCL, backend_of
-from treadle.dist.nccl_settings import refuse_wrong_settings
 from treadle.dist.streams import streams_of
 
 NEVER = timedelta(days=365)
 """The timeout of a device's own communicators. They count from the launch of an op, not from the begin of its wait, so
 an op after a long step would be late: the device's `catch_up` and the watch judge lateness instead."""
 
-CONNECT_POLL_S = 0.002
+WATCHED_HERE = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+}
+"""The watchdog of a communicator, which reads the environment where it is made (ProcessGroupNCCL's constructor).
+
+By default, and as torchrun sets them, the first two end the process about a second after a peer has died, before the
+lost rank can be named; the last would have every wait block the thread that launches."""
+
+_environment = threading.Lock()
 
 
 class Communicator(Protocol):
@@ -117,8 +134,8 @@ def make_communicator(
         gloo: Communicator = dist.ProcessGroupGloo(store, at, len(ranks), deadline)  # type: ignore[assignment]
         return _seen(gloo, name, device)
     assert device is not None, "control goes over gloo"
-    made = _nccl(store, at, len(ranks), traffic) if backend == NCCL else _other(backend, store, at, len(ranks))
-    connect(made, device, deadline)
+    made = _nccl(store, ranks, at, name, traffic) if backend == NCCL else _other(backend, store, at, len(ranks))
+    connect(made, device)
     return _seen(made, name, device)
 
 
@@ -129,15 +146,31 @@ def _seen(made: Communicator, name: str, device: torch.device | None) -> Communi
     return seen
 
 
-def _nccl(store: PrefixStore, at: int, size: int, traffic: Traffic) -> Communicator:
-    refuse_wrong_settings(os.environ)
+def _nccl(store: PrefixStore, ranks: list[int], at: int, name: str, traffic: Traffic) -> Communicator:
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=traffic.urgent)
-    options._timeout = NEVER
-    options.config.blocking = 0  # else connecting could not be given up
+    options._timeout, options.global_ranks_in_group, options.group_name = NEVER, ranks, GroupName(name)
+    options.config.blocking = 1  # NCCL's default: ProcessGroupNCCL::useNonblocking lets it go before the environment
     if traffic.max_ctas is not None:
         options.config.max_ctas = traffic.max_ctas
-    made: Communicator = dist.ProcessGroupNCCL(store, at, size, options)  # type: ignore[assignment]
+    with _watched_here():
+        made: Communicator = dist.ProcessGroupNCCL(store, at, len(ranks), options)  # type: ignore[assignment]
     return made
+
+
+@contextmanager
+def _watched_here() -> Iterator[None]:
+    """Set WATCHED_HERE for the communicators made in the block: those of others keep their settings."""
+    with _environment:
+        before = {name: os.environ.get(name) for name in WATCHED_HERE}
+        os.environ.update(WATCHED_HERE)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def _other(backend: str, store: PrefixStore, at: int, size: int) -> Communicator:
@@ -159,21 +192,14 @@ def _other(backend: str, store: PrefixStore, at: int, size: int) -> Communicator
     return made
 
 
-def connect(communicator: Communicator, device: torch.device, deadline: timedelta) -> None:
+def connect(communicator: Any, device: torch.device) -> None:
     """Connect a communicator to its peers now: in a step it would wait while receives of others hold the device.
 
-    Raises RuntimeError after the deadline. A message then uses this connection instead of another for each pair.
+    It blocks until all of them have come, as in `init_process_group(device_id=)`, so the caller is a thread that may
+    be left behind. A message then uses this connection instead of another for each pair.
     """
-    eager = getattr(communicator, "eager_connect_single_device", None)
-    if eager is None:
-        return
     index = device.index if device.index is not None else torch.accelerator.current_device_index()
-    eager(torch.device(device.type, index))
-    is_ready, until = getattr(communicator, "_is_initialized", None), time.monotonic() + deadline.total_seconds()
-    while is_ready is not None and not is_ready():
-        if time.monotonic() > until:
-            raise RuntimeError(f"Timed out: a communicator was not connected within {deadline.total_seconds():g} s")
-        time.sleep(CONNECT_POLL_S)
+    communicator.eager_connect_single_device(torch.device(device.type, index))
 
 
 class ClosedCommunicator:

@@ -11,9 +11,10 @@ CPU, replicas reduce over the group that they agree over.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -30,8 +31,8 @@ from treadle.dist.streams import streams_of
 from treadle.ir.ops import LaneKind
 from treadle.ir.program import Program
 
-MOST = 8
-"""The most communicators a rank may have on its device."""
+MANY = 8
+"""Communicators of a rank on its device, above which a warning names their memory."""
 
 ABORT_S = 10.0
 """How long `close` waits for communicators to be aborted. After that it leaves them to the end of the process."""
@@ -39,7 +40,7 @@ ABORT_S = 10.0
 
 @dataclass(frozen=True)
 class CommunicatorNeeds:
-    """The communicators that a rank needs on its device, as every rank can count them.
+    """The communicators that a rank needs on its device.
 
     `channels` are (from, to), `tied` the ranks of each of its ties, `alike` those with its experts, [] without others.
     """
@@ -50,14 +51,13 @@ class CommunicatorNeeds:
     num_groups: int
 
     @classmethod
-    def of(cls, program: Program, position: MeshPosition, pp_rank: int) -> CommunicatorNeeds:
-        """Return the needs of the rank at another position of this rank's pipeline."""
+    def of(cls, program: Program, position: MeshPosition) -> CommunicatorNeeds:
+        """Return the needs of the rank at this position."""
         two_ended = program.layout.placement.num_pipes > 1
-        there = replace(position, pp_rank=pp_rank)
-        alike = there.with_same_experts(two_ended=two_ended) if position.ep > 1 else []
-        tied = _tied_ranks(program, position, pp_rank)
+        alike = position.with_same_experts(two_ended=two_ended) if position.ep > 1 else []
+        tied = _tied_ranks(program, position)
         num_groups = (two_ended or position.dp > 1) + (position.ep > 1) + (len(alike) > 1) + len(tied)
-        return cls(_own_channels(program, pp_rank), tied, alike, num_groups)
+        return cls(_own_channels(program, position.pp_rank), tied, alike, num_groups)
 
     @property
     def num(self) -> int:
@@ -65,14 +65,15 @@ class CommunicatorNeeds:
         return len(self.channels) + self.num_groups
 
 
-def refuse_many(needs: Sequence[CommunicatorNeeds], ranks: Sequence[int]) -> None:
-    """Raise if a rank of the first pipeline needs too many, on all ranks alike: replicas need as many."""
-    most, rank = max(zip(needs, ranks, strict=True), key=lambda each: each[0].num)
-    if most.num > MOST:
-        ties, fewer = (f" and {len(most.tied)} ties", ", or tie fewer parameters") if most.tied else ("", "")
-        raise ValueError(
-            f"rank {rank} would need {most.num} communicators, {MOST} is the most: it has {len(most.channels)} "
-            f"channels{ties}; place neighbouring stages so that each rank talks to fewer others{fewer}"
+def warn_of_many(needs: CommunicatorNeeds, device: torch.device, rank: int) -> None:
+    """Warn where this rank's communicators take much of a device's memory; those of a CPU take little."""
+    if needs.num > MANY and streams_of(device) is not None:
+        ties, fewer = (f" and {len(needs.tied)} ties", ", or tie fewer parameters") if needs.tied else ("", "")
+        warnings.warn(
+            f"rank {rank} makes {needs.num} communicators on {device}, each with buffers and threads of its own: it "
+            f"has {len(needs.channels)} channels{ties}; place neighbouring stages so that each rank talks to fewer "
+            f"others{fewer}",
+            stacklevel=2,
         )
 
 
@@ -119,9 +120,8 @@ class Groups:
         `wait` is that of the device.
         """
         position = self.position
-        needs = [CommunicatorNeeds.of(program, position, pp_rank) for pp_rank in range(len(position.ranks))]
-        refuse_many(needs, [row[0] for row in position.ranks])
-        mine = needs[position.pp_rank]
+        mine = CommunicatorNeeds.of(program, position)
+        warn_of_many(mine, device, position.rank)
         own, tied, alike = mine.channels, mine.tied, mine.alike
         two_ended = program.layout.placement.num_pipes > 1
         with self._recording(device):
@@ -206,8 +206,11 @@ class Groups:
         """Close all communicators: their connections, threads and memory."""
         if self._abort is not None and not self._abort.ended(ABORT_S):
             return  # a call on a communicator that is being aborted would hang too
-        for channel in (*self.outgoing.values(), *self.incoming.values()):
-            channel.close()
+        me = self.position.pp_rank
+        ends = {(me, peer): channel for peer, channel in self.outgoing.items()}
+        ends |= {(peer, me): channel for peer, channel in self.incoming.items()}
+        for end in sorted(ends):  # one order on all ranks, as they were made: a shutdown may wait for its peers'
+            ends[end].close()
         for group in self._groups():
             group.close()
 
@@ -229,12 +232,12 @@ def _own_channels(program: Program, pp_rank: int) -> list[tuple[int, int]]:
     return sorted(channel for channel in ends if pp_rank in channel)
 
 
-def _tied_ranks(program: Program, position: MeshPosition, pp_rank: int) -> dict[int, list[int]]:
+def _tied_ranks(program: Program, position: MeshPosition) -> dict[int, list[int]]:
     """Return the ranks that hold each tie of a rank, by the tie's number, where others hold it too."""
     placement, found = program.layout.placement, {}
     for number, tie in enumerate(program.layout.tied):
         holders = placement.ranks_of(tie)
         ranks = position.in_all_pipelines(holders)
-        if pp_rank in holders and len(ranks) > 1:
+        if position.pp_rank in holders and len(ranks) > 1:
             found[number] = ranks
     return found

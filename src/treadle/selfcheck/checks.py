@@ -16,7 +16,6 @@ from treadle.selfcheck.check_report import CheckResult, CheckStatus, FailedError
 from treadle.selfcheck.check_steps import check_offload, check_overlap
 from treadle.selfcheck.check_streams import check_stream_order
 from treadle.selfcheck.check_update import check_update
-from treadle.selfcheck.settings import check_settings
 from treadle.selfcheck.setup import Setup, describe_machine
 
 UNEXPECTED = "an error that no check expects; report it with this file"
@@ -34,7 +33,6 @@ class Check(NamedTuple):
 
 def all_checks() -> Iterator[Check]:
     """Yield the checks: what others need comes first."""
-    yield Check("settings", check_settings)
     yield Check("lanes", check_lanes)
     yield Check("experts", check_experts)
     for name in SCHEDULES:

@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from treadle.dist.backends import NCCL
-from treadle.dist.nccl_settings import NEEDED
 from treadle.selfcheck.check_report import FailedError, SkippedError
 from treadle.selfcheck.setup import Setup
 
@@ -104,8 +102,6 @@ def _rank_main(setup: Setup, rank: int, world: int, port: int, task: bytes, ther
     _begin()
     try:
         run, args = pickle.loads(task)
-        if setup.backend == NCCL:
-            os.environ.update({name: value for name, value in NEEDED.items() if name not in os.environ})
         if setup.kind != "cpu":
             torch.accelerator.set_device_index(rank)
         store = TCPStore("127.0.0.1", port, is_master=False)

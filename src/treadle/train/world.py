@@ -14,7 +14,6 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from treadle.dist.nccl_settings import NEEDED
 from treadle.train.run_config import TrainConfig
 
 GPU_SETTINGS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
@@ -82,8 +81,7 @@ def join_world(config: TrainConfig) -> World:
     """Make the default process group, or take the one that is there.
 
     torchrun keeps one store for all restarts of a run, in which the keys of the processes before would mislead the
-    new ones: each restart has a prefix of its own. It also sets one of the variables of NCCL that a Pipeline needs to
-    another value, so all of them are set here.
+    new ones: each restart has a prefix of its own.
     """
     restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if config.training.device != "cpu":
@@ -97,7 +95,6 @@ def join_world(config: TrainConfig) -> World:
     else:
         store, rank, size = HashStore(), 0, 1
     store = PrefixStore(f"treadle/restart {restart}", store)
-    os.environ.update(NEEDED)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return World(rank, size, device, restart)

@@ -23,6 +23,7 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from tests.support.doubles import double_of
 from treadle.dist.rank_world import RankWorld
 from treadle.dist.streams import replace_streams
 from treadle.update.memory import ipc_buffers
@@ -52,6 +53,7 @@ def enter() -> None:
 # ---- streams ---------------------------------------------------------------------------------------------------------
 
 
+@double_of("torch.Stream", own=("__init__", "tell", "run"))
 class FarStream:
     """A queue of calls that nobody runs unless something waits for them."""
 
@@ -74,17 +76,21 @@ class FarStream:
                 self._calls.popleft()()
 
     def wait_event(self, event: FarEvent, /) -> None:
+        """torch 2.13 c10/core/Event.h:108-110: the stream waits, and not the host."""
         self.tell(event.query)
 
     def wait_stream(self, other: FarStream, /) -> None:
+        """torch 2.13 c10/core/Stream.h:125-128: the stream waits for what the other was given so far."""
         at = other.told
         self.tell(lambda: other.run(at))
 
 
+@double_of("torch.Event", own=("_run",))
 class FarEvent:
     """A place in a stream; `ran_ns` is when the device came to it."""
 
     def __init__(self, stream: FarStream) -> None:
+        """torch 2.13 c10/core/Event.h:96-98: recorded behind what the stream was given."""
         self.stream, self.ran_ns = stream, 0
         self.at = stream.tell(self._run)
 
@@ -92,10 +98,12 @@ class FarEvent:
         self.ran_ns = now_ns()
 
     def query(self) -> bool:
+        """torch 2.13 c10/core/Event.h:118-120: True once the device has come to it, which asking has it do here."""
         self.stream.run(self.at)
         return True
 
     def elapsed_time(self, end_event: FarEvent, /) -> float:
+        """torch 2.13 c10/core/Event.h:122-124: milliseconds, of events that were both reached."""
         return (end_event.ran_ns - self.ran_ns) / 1e6
 
 

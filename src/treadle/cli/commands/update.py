@@ -208,10 +208,7 @@ def _join_group() -> torch.device | None:
     """Join the process group; return the GPU of this rank, if the host has any."""
     import torch.distributed as dist
 
-    from treadle.dist.nccl_settings import NEEDED
-
     device = take_device(int(os.environ.get("LOCAL_RANK", os.environ[RANK])))
-    os.environ.update(NEEDED if device is not None else {})
     os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")  # a rank that fails at once leaves when all are connected
     backend = "gloo"
     if device is not None:
