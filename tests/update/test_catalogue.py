@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from treadle.host.boot_clock import boot_ns
 from treadle.host.sockets import connect
 from treadle.update import UpdateOptions
 from treadle.update.coordinator.commit_log import CommitLog, Record
@@ -32,6 +35,8 @@ from treadle.update.protocol.control import (
     Sides,
     ToCoordinator,
 )
+from treadle.update.protocol.leases import MARGIN
+from treadle.update.protocol.record import Member
 from treadle.update.protocol.update_messages import PROTOCOL, Describe, Hello, Status, WeightLayout
 from treadle.weights.layouts import Parallel
 from treadle.weights.tensor_boxes import Box, Holding, Piece, Tensor
@@ -220,6 +225,35 @@ class Ranks:
     def tell(self, epoch: int, sends: list[Any]) -> list[Any]:
         told = [(WHOLE if send.has else None, wants) for send, wants in zip(sends, (LOW, HIGH), strict=True)]
         return self.say(*[Report(epoch, "layout", sides=Sides(7, *told[rank])) for rank in range(2)])
+
+
+def test_leases_of_an_earlier_coordinator_last_from_the_new_term_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The earlier one grants until the term is on disk, however long that takes."""
+    lease_ns = 9 * 10**9
+    log = CommitLog(tmp_path / "ledger")
+    log.lead(lease_ns)
+    log.begin(0, members=(Member(0, "slot", "incarnation", 1, "host"),))
+    log.commit(1, 1)
+    written: list[int] = []
+    sync = os.fsync
+
+    def slow(fd: int) -> None:
+        time.sleep(0.05)
+        sync(fd)
+        written.append(boot_ns())
+
+    monkeypatch.setattr(os, "fsync", slow)
+    listener = listen_at_path(tmp_path / "c.sock", ToCoordinator)
+    coordinator = Coordinator(listener, log, 2, UpdateOptions(deadline_s=10.0, drain_s=0, lease_s=9.0))
+    try:
+        until = coordinator._state.leases.out["incarnation"]
+        assert until is not None
+        assert written
+        assert until >= written[-1] + lease_ns + lease_ns // MARGIN
+    finally:
+        coordinator.close()
 
 
 def test_layouts_are_known_once_all_have_made_a_plan_of_them(tmp_path: Path) -> None:

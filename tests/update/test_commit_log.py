@@ -49,6 +49,23 @@ def test_a_new_ledger_has_its_directories_synced(tmp_path: Path, monkeypatch: py
     assert synced == []
 
 
+def test_the_number_of_an_attempt_is_on_disk_before_a_worker_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = CommitLog(tmp_path / "l")
+    ledger.begin(0)
+    synced: list[tuple[str, str]] = []
+
+    def sync(fd: int) -> None:
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        synced.append((path.name, path.read_text()))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    assert ledger.begin(0) == 2
+    assert synced == [("attempts", "2")]
+    ledger.close()
+
+
 def test_a_log_with_a_changed_byte_is_refused_whichever_it_is(tmp_path: Path) -> None:
     ledger = CommitLog(tmp_path / "l")
     ledger.begin(7, members=(Member(0, "slot", "incarnation", 123, "host"),))

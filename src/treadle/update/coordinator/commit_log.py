@@ -93,8 +93,10 @@ class CommitLog:
             self._write(record)
         self.members = members
         self.attempt = max(self.attempt, least) + 1
-        with _naming(self._counter):  # not synced: workers know the number of every attempt that reached them
-            self._counter.write_text(str(self.attempt))
+        with _naming(self._counter), self._counter.open("w") as file:
+            file.write(str(self.attempt))
+            file.flush()
+            os.fsync(file.fileno())  # a worker that is absent may know the number
         return self.attempt
 
     def commit(self, version: int, epoch: int) -> None:

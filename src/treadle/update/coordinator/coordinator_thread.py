@@ -41,8 +41,9 @@ class Coordinator:
         self.deadline_s = options.phase_s
         """How long after the first rank the last may report in a phase."""
         self.links = RankLinks(listener, world)
-        leases = leases_of(ledger.record, options.lease_ns, options.least, boot_ns())
-        ledger.lead(options.lease_ns)
+        before = ledger.record
+        ledger.lead(options.lease_ns)  # until its term is on disk an earlier coordinator grants leases
+        leases = leases_of(before, options.lease_ns, options.least, boot_ns())
         where, last = str(ledger.directory), ledger.attempt
         self._state = protocol.CoordinatorState(
             world, Attempt(world), where, leases=leases, last=last, expected=agents, options=options
