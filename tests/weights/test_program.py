@@ -368,7 +368,7 @@ def test_the_program_of_a_plan() -> None:
     stream = stream_of(plan)
     program = lower_update(stream)
     assert verify_update(program).clean
-    assert (plan.num_h2d, plan.num_ipc, stream.num_rounds) == (2, 2, 2)
+    assert (plan.num_h2d, plan.num_ipc, stream.num_rounds) == (2, 2, 8)
     assert program.size_bytes[program.kind == BROADCAST].sum() == 4 * 8 * 4096
     assert program.size_bytes[program.kind == RELOAD].sum() == 8 * 4096
     assert set(program.size_bytes[program.kind == RELOAD]) == {1024}

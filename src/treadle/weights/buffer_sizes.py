@@ -25,14 +25,15 @@ def aligned(size: int) -> int:
 class Memory:
     """Bytes free on each device (one number: on every one), and what may be made of them.
 
-    `share` of the least is used. A bucket is `target_bytes` where that fits, and not made smaller than `least_bytes`:
-    below that a broadcast is all latency, and fewer buffers and fewer sources are better than smaller buckets. `copies`
-    are buckets that an engine copies on the device while it loads: memory beside the buffers.
+    `share` of the least is used. Sources send `target_bytes` in turn where that fits, a window: of one source that is a
+    bucket. A bucket is not made smaller than `least_bytes`: below that a broadcast is all latency, and fewer buffers
+    and fewer sources are better than smaller buckets. `copies` are windows that an engine copies on the device while it
+    loads: memory besides the buffers.
     """
 
     free_bytes: int | tuple[int, ...]
     share: float = 0.9
-    target_bytes: int = 8 << 30
+    target_bytes: int = 1 << 30
     least_bytes: int = 1 << 20
     copies: int = 0
 
@@ -61,33 +62,45 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Spread:
+    """How sources share what moves: the bytes of a window, and the most of one that comes from one source."""
+
+    window_bytes: int
+    largest_share: float
+
+
+@dataclass(frozen=True)
 class Buffers:
-    """`limit_bytes` each; `notes` say what it fell back to and why."""
+    """`limit_bytes` each, of `window_bytes` of all sources; `notes` say what it fell back to and why."""
 
     num_h2d: int
     num_ipc: int
     limit_bytes: int
+    window_bytes: int
     notes: tuple[str, ...]
 
 
-def choose_buffers(memory: Memory, largest_load_bytes: int) -> Buffers:
+def choose_buffers(memory: Memory, largest_load_bytes: int, spread: Spread | None = None) -> Buffers:
     """Choose as many buffers as fit. No bucket is larger than `largest_load_bytes`, the most that one source moves."""
-    wanted = aligned(min(memory.target_bytes, max(1, largest_load_bytes)))
+    spread = spread if spread is not None else Spread(memory.target_bytes, 1.0)
+    even_bytes = max(memory.least_bytes, min(memory.target_bytes, int(spread.window_bytes * spread.largest_share)))
+    wanted = aligned(min(even_bytes, max(1, largest_load_bytes)))
+    copied = memory.copies / spread.largest_share
     notes: list[str] = []
     for num_h2d, num_ipc in _WAYS:
-        num = num_h2d + num_ipc + memory.copies
-        limit = min(wanted, memory.usable_bytes // num // ALIGN * ALIGN)
+        num = num_h2d + num_ipc + copied
+        limit = min(wanted, int(memory.usable_bytes / num) // ALIGN * ALIGN)
         # A second H2D buffer is for memory that is left over, not for smaller buckets.
         enough = wanted if num_h2d == 2 else min(wanted, memory.least_bytes)
         if limit >= enough:
-            return Buffers(num_h2d, num_ipc, limit, tuple(notes))
+            return Buffers(num_h2d, num_ipc, limit, max(limit, int(limit / spread.largest_share)), tuple(notes))
         what = "a second H2D buffer" if num_h2d == 2 else _named(num_h2d, num_ipc)
-        beside = f" ({memory.copies} of them the engine's copy)" if memory.copies else ""
+        beside = f" ({copied:g} of them the engine's copy)" if copied else ""
         usable = _bytes(memory.usable_bytes)
-        notes.append(f"no {what}: {num} of {_bytes(enough)} each{beside}, {usable} usable on a device")
+        notes.append(f"no {what}: {num:g} of {_bytes(enough)} each{beside}, {usable} usable on a device")
     raise ValueError(
         f"{min(memory.free)} bytes free, of which {memory.usable_bytes} may be used, are less than one bucket of "
-        f"{min(wanted, memory.least_bytes)}{f' and {memory.copies} that the engine copies' if memory.copies else ''}; "
+        f"{min(wanted, memory.least_bytes)}{f' and {copied:g} that the engine copies' if copied else ''}; "
         "free memory on the device, or lower least_bytes"
     )
 

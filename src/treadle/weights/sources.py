@@ -1,13 +1,15 @@
-"""Which rank each bundle comes from, and which bucket of that rank it is in."""
+"""Which rank each bundle comes from, and which bucket of that rank it is in: in the order of tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from treadle.ir.program import Longs
-from treadle.weights.bundles import Bundle, Ranks
+from treadle.weights.buffer_sizes import Spread
+from treadle.weights.bundles import Bundle, Ranks, Unit, size_in_bucket
 
 
 def choose_sources(bundles: Sequence[Bundle], num_ranks: int, least_bytes: int) -> tuple[list[int], int]:
@@ -40,19 +42,59 @@ def choose_sources(bundles: Sequence[Bundle], num_ranks: int, least_bytes: int) 
 
 
 def fill_buckets(
-    bundles: Sequence[Bundle], source: Sequence[int], num_ranks: int, limit_bytes: int
+    bundles: Sequence[Bundle], source: Sequence[int], limit_bytes: int, window_bytes: int
 ) -> list[tuple[int, int, list[Bundle]]]:
     """(round, source, bundles) in the order of broadcast: round by round, in a round the sources in turn.
 
-    A source's bundles keep their order, so that tensors of one layer arrive close to each other.
+    Buckets of all sources end at the same tensors, every `window_bytes`: what engines assemble from parts of several
+    sources, and layers that they hold until they are complete, are at most a window, or one tensor that is larger.
     """
-    rows: list[list[list[Bundle]]] = [[] for _ in range(num_ranks)]
-    room = [0] * num_ranks
-    for bundle, rank in zip(bundles, source, strict=True):
-        if bundle.size_bytes > room[rank]:
-            rows[rank].append([])
-            room[rank] = limit_bytes
-        rows[rank][-1].append(bundle)
-        room[rank] -= bundle.size_bytes
-    filled = [(turn, rank, bucket) for rank, row in enumerate(rows) for turn, bucket in enumerate(row)]
-    return sorted(filled, key=lambda entry: entry[:2])
+    filled: list[tuple[int, int, list[Bundle]]] = []
+    begin = 0
+    for window in _windows([(_name(bundle), bundle.size_bytes) for bundle in bundles], window_bytes):
+        rows: dict[int, list[list[Bundle]]] = {}
+        room: dict[int, int] = {}
+        for at in window:
+            bundle, rank = bundles[at], source[at]
+            if bundle.size_bytes > room.get(rank, 0):
+                rows.setdefault(rank, []).append([])
+                room[rank] = limit_bytes
+            rows[rank][-1].append(bundle)
+            room[rank] -= bundle.size_bytes
+        found = [(begin + turn, rank, bucket) for rank, row in rows.items() for turn, bucket in enumerate(row)]
+        filled += sorted(found, key=lambda entry: entry[:2])
+        begin += max(map(len, rows.values()), default=0)
+    return filled
+
+
+def spread_of(units: Sequence[Unit], window_bytes: int) -> Spread:
+    """Return the largest window, and the most of one that the same ranks have: 1 / 64 of tensors in 64 shards."""
+    sizes = [(unit.tensor.name, size_in_bucket(unit.tensor, unit.part.box)) for unit in units]
+    share = 0.0
+    for window in _windows(sizes, window_bytes):
+        of_ranks: dict[Ranks, int] = {}
+        for at in window:
+            of_ranks[units[at].ranks] = of_ranks.get(units[at].ranks, 0) + sizes[at][1]
+        total = sum(of_ranks.values())
+        share = max(share, max(of_ranks.values()) / total)
+        window_bytes = max(window_bytes, total)
+    return Spread(window_bytes, share or 1.0)
+
+
+def _name(bundle: Bundle) -> str:
+    tensor = bundle.pieces[0][0].tensor
+    return tensor.family or tensor.name
+
+
+def _windows(sizes: Sequence[tuple[str, int]], window_bytes: int) -> Iterator[range]:
+    """Yield ranges of parts, given by tensor and size, each of whole tensors up to so many bytes."""
+    begin, used, at = 0, 0, 0
+    for _, parts in itertools.groupby(sizes, key=lambda part: part[0]):
+        some = [size for _, size in parts]
+        if used and used + sum(some) > window_bytes:
+            yield range(begin, at)
+            begin, used = at, 0
+        at += len(some)
+        used += sum(some)
+    if at > begin:
+        yield range(begin, at)

@@ -16,7 +16,7 @@ from treadle.weights.geometry import disjoint
 from treadle.weights.match import Matcher
 from treadle.weights.matched_steps import Hops, matched_steps
 from treadle.weights.missing import missing_tensors, who_wants
-from treadle.weights.sources import choose_sources, fill_buckets
+from treadle.weights.sources import choose_sources, fill_buckets, spread_of
 from treadle.weights.tensor_boxes import Box, Holding, Piece, Tensor
 
 
@@ -145,12 +145,13 @@ def _plan(have: Holding, want: Holding, memory: Memory, only: Collection[str] | 
     units = units_of(have, want, tensors, wanted, matcher)
     num_ranks = len(have.pieces)
     total_bytes = sum(size_in_bucket(unit.tensor, unit.part.box) for unit in units)
-    rough = choose_buffers(memory, total_bytes)
+    spread = spread_of(units, min(memory.target_bytes, memory.usable_bytes))
+    rough = choose_buffers(memory, total_bytes, spread)
     even_bytes = max(memory.least_bytes, aligned(total_bytes // max(1, num_ranks)))
     bundles, notes = make_bundles(units, rough.limit_bytes, even_bytes)
     source, largest_bytes = choose_sources(bundles, num_ranks, memory.least_bytes)
-    buffers = choose_buffers(memory, largest_bytes)
-    filled = fill_buckets(bundles, source, num_ranks, buffers.limit_bytes)
+    buffers = choose_buffers(memory, largest_bytes, spread)
+    filled = fill_buckets(bundles, source, buffers.limit_bytes, buffers.window_bytes)
     buckets = tuple(_bucket(*entry) for entry in filled)
     num_rounds = max((bucket.round for bucket in buckets), default=-1) + 1
     return UpdatePlan(
