@@ -31,9 +31,21 @@ class Calls:
             monkeypatch.setattr(cuda, name, getattr(self, name))
         monkeypatch.setattr(cuda, "_uuids", lambda: RANK_SEES)
 
+    kind = b"c"
+    """torch 2.13, CUDACachingAllocator.cpp, shareIpcHandle: SHAREABLE_HANDLE_VERSION, ShareableHandleType, the rest."""
+
     def _shared(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         self.num_shared += 1
-        return self.index, b"handle", tensor.numel(), 0, b"counter %d" % self.num_shared, 0, b"", False
+        return (
+            self.index,
+            b"\x02" + self.kind + b"handle",
+            tensor.numel(),
+            0,
+            b"counter %d" % self.num_shared,
+            0,
+            b"",
+            False,
+        )
 
     def _opened(self, index: int, rest: tuple[Any, ...]) -> torch.Tensor:
         self.opened.append((index, rest[3]))
@@ -79,6 +91,12 @@ def test_a_buffer_that_is_too_small_is_refused(calls: Calls) -> None:
     with pytest.raises(ValueError, match=f"is said to have {SIZE_BYTES + 1} bytes, its memory has {SIZE_BYTES}"):
         CudaMemory().map([handle], [], [SIZE_BYTES + 1])
     assert not calls.opened
+
+
+def test_an_expandable_segment_is_refused(calls: Calls) -> None:
+    calls.kind = b"e"
+    with pytest.raises(ValueError, match=r"expandable segment .* PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"):
+        buffer().share()
 
 
 def test_each_mapping_has_a_handle_of_its_own(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -235,10 +236,41 @@ def test_a_model_of_transformers_is_updated_on_its_device() -> None:
 
 def measured(updater: Updater, rank: int, places: Places) -> tuple[list[str], int, bool]:
     """What a rank asked of its device in its first update, its buffers' bytes, and whether its worker is right."""
+    sizes_bytes: list[int] = []
+    updater.context.progress = lambda done, total: sizes_bytes.append(
+        sum(buffer.size_bytes for buffer in updater.context.buffers.all)
+    )
     updater.update(weights(places[2], rank, 1, on_device=True), 1)
     first_asked = [event for event, _ in itertools.groupby(far.events)]
-    buffers = updater.context.buffers.all
-    return first_asked, sum(b.size_bytes for b in buffers), served(places[0], rank) == (1, expected(places[3], rank, 1))
+    return first_asked, max(sizes_bytes), served(places[0], rank) == (1, expected(places[3], rank, 1))
+
+
+def freed(updater: Updater, rank: int, places: Places) -> list[bool]:
+    """Whether the worker maps buffers while it loads, and any process of rank and worker has some after each update."""
+    seen: list[bool] = []
+    asker = Asker(places[0], rank)
+    pids = os.getpid(), asker.status().pid
+    asker.close()
+    updater.context.progress = lambda done, total: seen.append(all(map(_has_buffers, pids)))
+    for version in (1, 2):
+        updater.update(weights(places[2], rank, version, on_device=True), version)
+        assert any(seen)
+        seen.clear()
+    source = weights(places[2], rank, 3, on_device=True)
+    _differ(updater, rank, source)
+    with pytest.raises(UpdateError, match="they hold different weights"):
+        updater.update(source, 3)
+    return [_has_buffers(pid) for pid in pids]
+
+
+def _has_buffers(pid: int) -> bool:
+    return "memfd:treadle-ipc" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_buffers_of_a_device_are_freed_after_each_update() -> None:
+    with Spawned(2, serve, layouts()[1]) as workers:
+        options = replace(OPTIONS, rollback="host", compare_sources="all")
+        assert run(workers, freed, options=options) == [[False, False]] * 2
 
 
 @pytest.mark.slow
@@ -250,12 +282,57 @@ def test_memory_is_measured_when_the_group_has_its_own() -> None:
             assert right
 
 
+class Packing(Plain):
+    """An engine like vLLM's, which makes what it serves of what was loaded when a load is over."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.packed = {name: far.far(torch.zeros(held.shape, dtype=held.dtype)) for name, held in self.held.items()}
+
+    def finish(self) -> str | None:
+        for name, held in self.held.items():
+            self.packed[name].copy_(held)
+        return None
+
+
+def serve_packed(sockets: Path, worker: int, want: Holding) -> Endpoint:
+    """What it answers is what was packed, read from memory as it is, without waiting for the device."""
+    far.enter()
+    held = {p.tensor: far.far(torch.zeros(p.box.shape, dtype=torch.bfloat16)) for p in want.pieces[worker]}
+    engine = Packing(held, want.tensors, {piece.tensor: piece.box for piece in want.pieces[worker]})
+
+    def answer(body: bytes) -> tuple[int, bytes]:
+        with engine.serving() as version:
+            return version, digest_of({name: packed.memory for name, packed in engine.packed.items()}).encode()
+
+    return Endpoint(engine, sockets, worker, answer=answer)
+
+
+def packed(updater: Updater, rank: int, places: Places) -> list[bool]:
+    """Whether a version is packed when it is served, and the one before when the worker has gone back to it."""
+    sockets, _, have, want = places
+    first(updater, rank, places)
+    right = [served(sockets, rank) == (1, expected(want, rank, 1))]
+    source = weights(have, rank, 2, on_device=True)
+    _differ(updater, rank, source)
+    with pytest.raises(UpdateError, match="they hold different weights"):
+        updater.update(source, 2)
+    return [*right, served(sockets, rank) == (1, expected(want, rank, 1))]
+
+
+def test_an_engine_is_waited_for_when_a_load_is_over() -> None:
+    with Spawned(2, serve_packed, layouts()[1]) as workers:
+        options = replace(OPTIONS, rollback="host", compare_sources="all")
+        assert run(workers, packed, options=options) == [[True, True]] * 2
+
+
 def timed(updater: Updater, rank: int, places: Places) -> tuple[int, int]:
     """Nanoseconds that were noted for filling buffers, and those that the device copied on the stream for that."""
-    times = updater.update(weights(places[2], rank, 1, on_device=True), 1).times
-    assert times is not None
-    assert updater.context.buffers.h2d
-    return sum(end - start for start, end in times.h2d.values()), far.copied_ns["h2d"]
+    done = updater.update(weights(places[2], rank, 1, on_device=True), 1)
+    assert done.times is not None
+    assert done.shares is not None
+    assert done.shares.plan.num_h2d
+    return sum(end - start for start, end in done.times.h2d.values()), far.copied_ns["h2d"]
 
 
 @pytest.mark.slow

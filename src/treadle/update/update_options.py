@@ -21,15 +21,16 @@ class UpdateOptions:
     memory: Memory | None = None
     """Memory for buffers on each rank's device, in bytes, and the size of buckets.
 
-    None takes what a GPU has free once the process group is made, less what engines copy while they load, and 1 GiB on
-    a host. Too little costs speed, not success: `Updated.notes` names the buffers were left out.
+    None takes 2 GiB of a GPU, with what engines copy while they load, or what it has free once the process group is
+    made if that is less, and 1 GiB on a host. Buffers of a GPU are freed after each update. Too little costs speed, not
+    success: `Updated.notes` names the buffers that were left out.
     """
 
-    rollback: Rollback = "host"
+    rollback: Rollback | None = None
     """Where a worker's rollback copy is until commit: `host` memory, `disk` (the endpoint's `spill`) or `none`.
 
     The copy has the size of what is overwritten; of engines that cannot export, twice the checkpoint. With `none` a
-    failed attempt leaves workers closed until the next update.
+    failed attempt leaves workers closed until the next update. None: `none`, and with `changed="elements"` `host`.
     """
 
     close: Close = "drain"
@@ -98,7 +99,7 @@ class UpdateOptions:
             raise ValueError(f"changed is tensors or elements, got {self.changed!r}")
         if self.transfer not in ("auto", "broadcast", "targeted"):
             raise ValueError(f"transfer is auto, broadcast or targeted, got {self.transfer!r}")
-        if self.rollback not in ("host", "disk", "none"):
+        if self.rollback not in (None, "host", "disk", "none"):
             raise ValueError(f"rollback is host, disk or none, got {self.rollback!r}")
         if self.close not in ("drain", "abort"):
             raise ValueError(f"close is drain or abort, got {self.close!r}")
@@ -106,6 +107,13 @@ class UpdateOptions:
             raise ValueError(f"compare_sources is sample, all or off, got {self.compare_sources!r}")
         if self.deadline_s <= 0 or self.drain_s < 0:
             raise ValueError(f"deadline_s is above 0 and drain_s 0 or more, got {self.deadline_s}, {self.drain_s}")
+
+    @property
+    def rollback_place(self) -> Rollback:
+        """Where the rollback copy is: engines that cannot export need it to decode changed elements."""
+        if self.rollback is not None:
+            return self.rollback
+        return "host" if self.changed == "elements" else "none"
 
     @property
     def phase_s(self) -> float:

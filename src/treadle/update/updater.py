@@ -237,6 +237,7 @@ class Updater:
             raise known from error
         finally:
             self.attempt = attempt = known = None  # the error's traceback holds this frame
+            context.buffers.end_update()
         done.seconds["total"] = time.perf_counter() - began
         return done
 

@@ -71,9 +71,12 @@ class UpdateTarget:
 class UpdateManner:
     """The fields of `UpdateOptions`, as a user gives them."""
 
-    rollback: Annotated[str, typer.Option(help="Where the old version waits until commit: host, disk or none.")] = (
-        "host"
-    )
+    rollback: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the old version waits until commit: host, disk or none; host with --changed elements."
+        ),
+    ] = None
     close: Annotated[str, typer.Option(help="drain lets requests end, abort breaks them off.")] = "drain"
     drain: Annotated[float, typer.Option(help="Seconds that requests get to end.")] = 30.0
     deadline: Annotated[float, typer.Option(help="Seconds of each wait.")] = 30.0

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 import torch
 import xxhash
 
+from treadle.dist.streams import HOST_MEMORY
 from treadle.update.memory.copying import digest
 from treadle.update.memory.sharing import memory_fault
 from treadle.update.protocol.update_messages import WeightLayout
@@ -74,6 +75,11 @@ class Plain:
     def serving(self) -> AbstractContextManager[int]:
         """Pass the gate with a request; yields the version of the tensors. Raises ClosedError."""
         return self.gate.serving()
+
+    @property
+    def device(self) -> torch.device:
+        """The tensors' device."""
+        return next((held.device for held in self.held.values()), HOST_MEMORY)
 
     def layout(self) -> WeightLayout:
         """Return the boxes held."""

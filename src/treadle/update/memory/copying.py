@@ -96,13 +96,14 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return True
 
 
-def finish_copies(device: torch.device) -> None:
-    """Wait until a device has done what this thread's current stream was told so far. A host has always."""
-    streams = streams_of(device)
-    if streams is not None:
-        event = streams.event(device)
-        while not event.query():
-            time.sleep(_POLL_S)
+def finish_copies(*devices: torch.device) -> None:
+    """Wait until devices have done what this thread's current streams were told so far. A host has always."""
+    for device in dict.fromkeys(devices):
+        streams = streams_of(device)
+        if streams is not None:
+            event = streams.event(device)
+            while not event.query():
+                time.sleep(_POLL_S)
 
 
 def _copy_hashed(target: Array, source: Array) -> bytes:

@@ -3,6 +3,9 @@
 A handle names its GPU by UUID: the index that one process has for a GPU may be another GPU's in the next. torch counts
 the process that a handle is sent to in a file, once a handle, so each process, and each new mapping, gets one of its
 own; two that map one handle would count down twice, and the memory could be freed under the second.
+
+Buffers are in a pool of their own (`torch.cuda.MemPool`): a handle opens the whole segment of the allocator that a
+tensor is in, and a segment of the trainer's pool stays with the trainer's process when the tensor is freed.
 """
 
 from __future__ import annotations
@@ -12,6 +15,10 @@ from typing import Any
 
 import msgspec
 import torch
+
+_EXPANDABLE = b"e"
+"""The kind of a handle, after the byte of its form: 'c' for cudaMalloc (torch 2.13, CUDACachingAllocator.cpp,
+`ShareableHandleType`)."""
 
 
 class _Handle(msgspec.Struct, frozen=True, array_like=True):
@@ -30,18 +37,25 @@ class _Handle(msgspec.Struct, frozen=True, array_like=True):
 class CudaBuffer:
     """GPU memory shared by two processes."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.size_bytes, self.tensor = tensor.numel(), tensor
+    def __init__(self, tensor: torch.Tensor, pool: Any = None) -> None:
+        self.size_bytes, self.tensor, self._pool = tensor.numel(), tensor, pool
 
     def share(self) -> tuple[bytes, int | None]:
         """A new handle; the process that maps it counts as one more user of the memory."""
         index, *rest = _shared(self.tensor)
+        if rest[0][1:2] == _EXPANDABLE:
+            raise ValueError(
+                "the buffers are in an expandable segment of torch's allocator, which another process cannot open in "
+                "every container; start update ranks that have a worker with "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
+            )
         return msgspec.msgpack.encode(_Handle(_uuids()[index], *rest)), None
 
     def close(self) -> None:
         """Release the buffer; its memory is freed when the processes that mapped it have released it, too."""
         self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         _collect()
+        self._pool = None  # its segments go back to the driver
 
 
 class CudaMemory:
@@ -49,7 +63,8 @@ class CudaMemory:
 
     def make(self, size_bytes: int, device: torch.device) -> CudaBuffer:
         """Allocate a buffer."""
-        return CudaBuffer(torch.zeros(max(1, size_bytes), dtype=torch.uint8, device=device))
+        pool, tensor = _in_pool(max(1, size_bytes), device)
+        return CudaBuffer(tensor, pool)
 
     def map(self, handles: Sequence[bytes], fds: list[int], sizes_bytes: Sequence[int]) -> list[CudaBuffer]:
         """Map a handle for each size. Raises ValueError where a GPU is not visible or memory is too small."""
@@ -83,6 +98,14 @@ def index_of(gpu: str, visible: Sequence[str]) -> int:
 
 
 # ---- calls of torch, each in a function of its own -------------------------------------------------------------------
+
+
+def _in_pool(size_bytes: int, device: torch.device) -> tuple[Any, torch.Tensor]:
+    """Return a new pool, and a tensor in it."""
+    with torch.cuda.device(device):
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool):
+            return pool, torch.zeros(size_bytes, dtype=torch.uint8, device=device)
 
 
 def _uuids() -> list[str]:

@@ -212,7 +212,7 @@ def _settled(state: RankState, status: Status | None) -> TellCoordinator:
 def _begin(state: RankState) -> Begin:
     options, layouts = state.options, state.layouts
     assert layouts is not None
-    how = options.rollback, options.close, options.drain_s, layouts.only is not None
+    how = options.rollback_place, options.close, options.drain_s, layouts.only is not None
     return Begin(state.epoch, layouts.version, state.plan, *how, state.log, state.delta)
 
 

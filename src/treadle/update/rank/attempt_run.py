@@ -270,7 +270,7 @@ class AttemptRun:
         self._rollback_bytes = begun.rollback_bytes
         if begun.rollback_bytes:
             self.context.say(
-                f"worker {self.worker.worker} keeps {begun.rollback_bytes} bytes ({self.options.rollback}) until "
+                f"worker {self.worker.worker} keeps {begun.rollback_bytes} bytes ({self.options.rollback_place}) until "
                 f"version {message.version} is committed"
             )
         return begun

@@ -44,7 +44,7 @@ def missing_base(
         return MissingBase.NOTHING
     if status.state != "serving":
         return MissingBase.HELD
-    kept = status.base == shares.name(context.rank) and context.options.rollback != "none"
+    kept = status.base == shares.name(context.rank) and context.options.rollback_place != "none"
     return MissingBase.NOTHING if status.can_export or kept else MissingBase.KEPT
 
 

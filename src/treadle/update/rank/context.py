@@ -23,6 +23,9 @@ from treadle.update.update_options import UpdateOptions
 HOST_BYTES = 1 << 30
 """Buffer memory of a rank without a GPU, where the options name none."""
 
+DEVICE_BYTES = 2 << 30
+"""The most that buffers take of a GPU, and of an engine's copies there, where the options name none."""
+
 
 @dataclass(frozen=True)
 class UpdateRequest:
@@ -80,4 +83,4 @@ class RankContext:
         if self.options.memory is not None:
             return min(self.options.memory.free)
         free = self.buffers.free_bytes
-        return free if free is not None else HOST_BYTES
+        return min(free, DEVICE_BYTES) if free is not None else HOST_BYTES

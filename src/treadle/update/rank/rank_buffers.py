@@ -1,9 +1,14 @@
-"""The IPC and H2D buffers of an update rank. They are kept from one update to the next: fresh pages are slow."""
+"""The IPC and H2D buffers of an update rank.
+
+Those of a host are kept from one update to the next: fresh pages are slow. Those of a device are freed, as trainer and
+engine need the memory in between.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from treadle.dist.streams import streams_of
 from treadle.update.memory.ipc_buffers import Buffer, memory_of
 from treadle.update.rank.shares import Shares
 
@@ -36,9 +41,13 @@ class RankBuffers:
 
     @property
     def free_bytes(self) -> int | None:
-        """Bytes that buffers can have now: what the device has free, and what they have. None where not measured."""
-        free = self.memory.free_bytes(self.device)
-        return free + sum(buffer.size_bytes for buffer in self.all) if free is not None else None
+        """Bytes that the device has free now; None where not measured."""
+        return self.memory.free_bytes(self.device)
+
+    def end_update(self) -> None:
+        """Free the buffers of a device."""
+        if streams_of(self.device) is not None:
+            self.free()
 
     def free(self) -> None:
         """Close all buffers. The worker's mappings keep the memory until it unmaps them."""

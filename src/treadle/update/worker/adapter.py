@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
+
 from treadle.update.protocol.update_messages import WeightLayout
 from treadle.update.worker.arrived_boxes import Arrival, Leaving
 
@@ -30,6 +32,11 @@ class Adapter(Protocol):
 
     whole: bool
     """Whether the engine needs each piece in one arrival. If not, a piece that was split comes in parts."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the engine's weights: an endpoint answers when this thread's current stream of it is done."""
+        ...
 
     def layout(self) -> WeightLayout:
         """Return the whole tensors by name, and the pieces of them that this worker holds."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.host.boot_clock import boot_ns
-from treadle.update.memory.copying import finish_copies
+from treadle.update.memory.copying import finish_copies, on_host
 from treadle.update.memory.ipc_buffers import Buffer, memory_of
 from treadle.update.protocol import worker_decisions as deciding
 from treadle.update.protocol.leases import Lease, extends, is_served, leased
@@ -233,6 +233,8 @@ class Worker:
         else:  # requests inside may end, then nothing is served
             self.lease = leased(self.lease, None, message)
         self._make(moves, lambda: self.adapter.close(message.close, message.drain_s))
+        if self.state not in ("loading", "staged") and not all(on_host(buffer.tensor) for buffer in self._buffers):
+            self._unmap()  # the update rank frees a device's buffers after each update
         return self.status
 
     def _map(self, message: Map, fds: list[int]) -> FromWorker:
@@ -300,7 +302,7 @@ class Worker:
             else:
                 arrivals = arrivals_of(plan, share, buffer, checked=message.checked)
                 self._make(moves, load=lambda: self._take_in(plan.first_kept[share.bucket], arrivals))
-                finish_copies(buffer.tensor.device)
+                finish_copies(buffer.tensor.device, self.adapter.device)
                 self._refuse_wrong(arrivals)
             self._loaded.add(message.bucket)
 
@@ -311,7 +313,7 @@ class Worker:
         deltas.keep(decoded)
         first = deltas.plan.first_kept[share.bucket]
         self._make(moves, load=lambda: self._take_in(first, deltas.arrivals(decoded)))
-        finish_copies(buffer.tensor.device)
+        finish_copies(buffer.tensor.device, self.adapter.device)
 
     def _refuse_wrong(self, arrivals: StagedArrivals) -> None:
         wrong = arrivals.wrong()
@@ -337,7 +339,7 @@ class Worker:
         plan = self._plan(message.plan)
         share, buffer = self._share(plan.export(message.bucket), message.bucket), self._buffer(message.buffer)
         self._do(export_bucket(self.adapter, plan, share, buffer, checked=message.checked))
-        finish_copies(buffer.tensor.device)
+        finish_copies(buffer.tensor.device, self.adapter.device)
 
     def _finish(self, message: Finish) -> FromWorker:
         moves, staged = deciding.finish(self.now, message)
@@ -395,6 +397,7 @@ class Worker:
 
     def _finish_load(self) -> None:
         error, layout = self.adapter.finish(), self.adapter.layout()
+        finish_copies(self.adapter.device)  # the engine computes on streams of its own, which wait for nothing here
         if layout != self._layout:
             self._layout, self._num_layouts = layout, self._num_layouts + 1
         self._do(error)

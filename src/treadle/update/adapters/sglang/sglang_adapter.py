@@ -67,6 +67,11 @@ class SGLang:
         self._came: set[str] = set()
         self.server.pause()
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the first buffer."""
+        return next(iter(self._buffers.values())).tensor.device
+
     def layout(self) -> WeightLayout:
         """All tensors of the checkpoint."""
         return self._layout
