@@ -13,6 +13,7 @@ from treadle.ir import Schedule
 from treadle.runtime.model.exchange import EpGroupModule
 from treadle.runtime.model.segments import is_segmented
 from treadle.runtime.model.stage_blocks import children_of, is_layered, parts_of, refuse_uncalled, segments_of
+from treadle.runtime.stale_parameters import refuse_stale
 
 
 def check_arguments(stages: object, schedule: object, loss_fn: object) -> None:
@@ -41,6 +42,7 @@ def check_modules(modules: Mapping[int, nn.Module], schedule: Schedule, position
             f"stages are a module for each chunk of this rank, {chunks}, got {sorted(modules)}; "
             f"by the schedule they are stages {schedule.placement.stages[position.pp_rank]} of the model"
         )
+    refuse_stale(part for module in modules.values() for part in module.modules())
     for chunk, module in modules.items():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise ValueError(f"chunk {chunk} is a DistributedDataParallel; give the module inside, Treadle reduces")

@@ -40,10 +40,15 @@ from treadle.runtime.rank_part import RankPart, make_rank_part
 from treadle.runtime.run.executor import Executor
 from treadle.runtime.run.step_trace import merge
 from treadle.runtime.shapes import MIXED, agree_on_shapes, exchanges_blindly
+from treadle.runtime.stale_parameters import StaleParameters, refuse_stale
 from treadle.runtime.step_report import StepReport, report_of
 from treadle.runtime.ties import Tied
 
 DEFAULTS = RunOptions()
+SECOND_OPTIMIZER = (
+    "an optimizer of shards has this Pipeline's gradients, and a second one would leave it an old gradient; go on with "
+    "the first, or close() this Pipeline and make a new one for the second"
+)
 
 
 class Pipeline:
@@ -104,7 +109,7 @@ class Pipeline:
         self._closed = False
         self._syncs = True
         self._divided: DividedBuckets | None = None
-        self._is_stale = self._exchanges_ties = False
+        self._stale, self._exchanges_ties = StaleParameters(self._parameters), False
         self.report: StepReport | None = None
 
     def instrument(self, part: RankPart) -> RankPart:
@@ -141,7 +146,7 @@ class Pipeline:
         reduce = self._syncs
         self.gradients.refuse_mixture(reduce=reduce)
         executors, store = self._executors, self._part.recipe.store
-        reduces, gathers = reduce or not self.gradients.reduces, self._is_stale
+        reduces, gathers = reduce or not self.gradients.reduces, bool(self._stale)
         chosen = executors.step(reduces=reduces, gathers=gathers)
         scale = self._scale(num_tokens)
         with self._all_or_nothing(), self._guard.step(self._step, own_first=True):
@@ -159,7 +164,8 @@ class Pipeline:
             saved = store.report() if store is not None else None
             report = self._finish(self.stages, scale, self.gradients.num_bad(), saved)
             self.gradients.keep()
-        self.report, self._last, self._is_stale = report, chosen, False  # a step that failed gathers once more
+        self.report, self._last = report, chosen
+        self._stale.gathered()  # a step that failed gathers once more
         self._step += 1
         return report.loss
 
@@ -192,6 +198,7 @@ class Pipeline:
         auxiliary losses count as in `step`. `report` has the loss of each micro-batch.
         """
         self._refuse_closed()
+        refuse_stale(self._parameters.parts(), self._stale)
         self.gather_parameters()
         chosen, stages = self._executors.evaluation, self._executors.evaluated_stages
         scale = self._scale(num_tokens)
@@ -270,6 +277,7 @@ class Pipeline:
         if not torch.is_grad_enabled():
             raise ValueError("step() trains, but gradients are off (torch.no_grad()); use evaluate() for losses alone")
         self._parameters.check()
+        refuse_stale(self._parameters.parts(), self._stale)
 
     def _feed(self, stages: dict[int, Chunk], inputs: Any, targets: Any, side: Side) -> None:
         feed(stages, self.schedule, inputs, targets, side, self._part.agreed.side_names)
@@ -400,13 +408,16 @@ class Pipeline:
         """
         part, placement, rank = self._part, self.schedule.placement, self.position.pp_rank
         mine = [[placement.stage(rank, chunk), list(firsts)] for chunk, firsts in buckets.firsts.items()]
-        told = [row for of_replicas in self.agree(told=[mine, bool(buckets.tied_parameters)]) for row in of_replicas]
+        problem = SECOND_OPTIMIZER if self._divided is not None else None
+        told = [row for of in self.agree(problem=problem, told=[mine, bool(buckets.tied_parameters)]) for row in of]
         firsts = {stage: tuple(of_stage) for rows, _ in told for stage, of_stage in rows}
         plan = part.agreed.plan.by_bucket(tuple(firsts[stage] for stage in range(placement.num_stages)))
         self._exchanges_ties = any(ties for _, ties in told)
         self._divided, self.program = buckets, plan.step.program
         self.gradients.divide(buckets)
         self._part = replace(part, agreed=replace(part.agreed, plan=plan), parameters=buckets.parameters)
+        if plan.ends.gather:
+            self._stale.watch()
         self._forget()
 
     def parameters_updated(self) -> None:
@@ -417,7 +428,7 @@ class Pipeline:
         if self._divided is not None and self._exchanges_ties:
             with self.together("the exchange of parameters"):
                 exchange_all(self._divided.tied_parameters)
-        self._is_stale = self._part.agreed.plan.ends.gather
+        self._stale.updated()
 
     @torch.no_grad()
     def gather_parameters(self) -> None:
@@ -425,16 +436,16 @@ class Pipeline:
 
         Does nothing where they are whole. `evaluate`, checkpoints and `close` call it.
         """
-        if self._is_stale:
+        if self._stale:
             self._refuse_closed()
             with self.together("the exchange of parameters"):
                 for buckets in self._part.parameters.values():
                     exchange_all(buckets)
-            self._is_stale = False
+            self._stale.gathered()
 
     def _gather_for_good(self) -> None:
         """Leave whole parameters, where the other ranks are there to give them."""
-        if self._is_stale and not self._guard.is_lost:
+        if self._stale and not self._guard.is_lost:
             try:
                 self.gather_parameters()
             except Exception as error:
@@ -495,5 +506,6 @@ class Pipeline:
         if self._guard.is_lost:
             self.groups.break_off()  # or a thread that still waits for a lost rank would be waited for
         self._executors.close()
+        self._stale.close()
         self._part.given_back.close()
         self.groups.close()

@@ -65,8 +65,11 @@ class StageRecipe:
             made.recomputed = self.shape.recompute
             made.store = self.store
         made.trains = self.trains
-        made.loss_fn = CheckedLoss(self.loss_fn, module) if number == placement.num_stages - 1 else None
+        made.loss_fn = self._loss(module) if number == placement.num_stages - 1 else None
         return made
+
+    def _loss(self, module: nn.Module) -> CheckedLoss:
+        return CheckedLoss(self.loss_fn, module, lambda: (p for own in self.modules.values() for p in own.parameters()))
 
     def reset_shapes(self, stage: Chunk) -> None:
         """Let a stage know of shapes what is known beforehand, and nothing else."""

@@ -117,10 +117,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class CheckedLoss:
-    """The user's loss function behind `module`, the last stage: a loss that trains nothing is refused by name."""
+    """The user's loss function after `module`, the last stage: one that trains nothing, or itself, is refused."""
 
     loss_fn: LossFn
     module: nn.Module
+    parameters: Callable[[], Iterable[nn.Parameter]]
+    """Yields the parameters of all stages of this rank."""
 
     def __call__(self, output: Any, target: Any) -> Tensor | StageOutput:
         """Returns the loss of a micro-batch, or with further ones."""
@@ -134,9 +136,26 @@ class CheckedLoss:
                 ) from error
             raise
         main = loss.output if isinstance(loss, StageOutput) else loss
+        if torch.is_grad_enabled() and isinstance(main, Tensor) and main.requires_grad:
+            self._refuse_parameters(output, main)
         if torch.is_grad_enabled() and isinstance(main, Tensor) and not main.requires_grad:
             self._refuse_cut_off(output, main)
         return loss
+
+    def _refuse_parameters(self, output: Any, loss: Tensor) -> None:
+        """Refuse a loss function that trains something: nothing reduces its gradient, and no optimizer here has it."""
+        outputs = list(tensors_within(output))
+        for leaf in _leaves_before(loss, outputs):
+            if not isinstance(output, Tensor) and not isinstance(leaf, nn.Parameter):
+                continue  # perhaps the stage's input, by a way around the tensors that were found in the output
+            if not any(leaf is known for known in (*outputs, *self.parameters())):
+                named = self.loss_fn.named_parameters() if isinstance(self.loss_fn, nn.Module) else ()
+                name = next((name for name, param in named if param is leaf), "a tensor")
+                raise ValueError(
+                    f"loss_fn trains {name} of shape {list(leaf.shape)}, which is in no stage: its gradient would not "
+                    "be reduced, and differ on each replica; make it a part of the last stage's module, which may "
+                    "return a tuple with it, or freeze it by requires_grad_(False)"
+                )
 
     def _refuse_cut_off(self, output: Any, loss: Tensor) -> None:
         """Where nothing trains, a loss without a graph is what one process has too."""
@@ -151,6 +170,21 @@ class CheckedLoss:
             f"the loss that loss_fn returned {what}, so nothing would train; return a loss computed from the output "
             "by differentiable operations, or call evaluate() if nothing is to train"
         )
+
+
+def _leaves_before(loss: Tensor, ends: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the leaves of a graph whose gradients its backward makes, those beyond `ends` excepted."""
+    seen = {node for end in ends if (node := end.grad_fn) is not None}
+    ahead = [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            yield variable
+        ahead += [following for following, _ in node.next_functions]
 
 
 def tensors_within(thing: Any) -> Iterator[Tensor]:

@@ -22,16 +22,25 @@ class ParameterBucket:
 
     def __init__(self, rows: Sequence[Owned], group: Group) -> None:
         self._group = group
-        self._runs = [[params[0].detach().view(-1)[first:last] for params, first, last in owned] for owned in rows]
+        self._rows = rows
+        self._pointers, self._runs = list[int](), list[list[Tensor]]()
         self._size = max(sum(last - first for _, first, last in owned) for owned in rows)
         self._like = next(params[0].detach() for owned in rows for params, _, _ in owned)
         self._gathered: tuple[list[Tensor], dist.Work] | None = None
 
     def launch(self) -> None:
         """Launch the exchange."""
+        self._follow()
         own = self._runs[self._group.group_rank]
         room = self._like.new_zeros(self._size - sum(map(len, own)))
         self._gathered = self._group.launch_all_gather(torch.cat([*own, room]).view(torch.uint8))  # any type, by bits
+
+    def _follow(self) -> None:
+        """Look up the parameters' memory, which a new `.data` has moved."""
+        pointers = [params[0].data_ptr() for owned in self._rows for params, _, _ in owned]
+        if not self._runs or pointers != self._pointers:
+            self._pointers = pointers
+            self._runs = [[p[0].detach().view(-1)[first:last] for p, first, last in owned] for owned in self._rows]
 
     def arrive(self) -> None:
         """Wait for the exchange, and put the other ranks' elements into the parameters."""

@@ -33,6 +33,14 @@ class Parameters:
                 "plan: close() this Pipeline, and make a new one after the change"
             )
 
+    def parts(self) -> list[nn.Module]:
+        """Return all modules, each by every path to it."""
+        return [part for _, _, part in self._parts]
+
+    def pointers(self) -> list[int]:
+        """Return where the parameters are in memory; a new `.data` moves one."""
+        return [param.data_ptr() for param in self._params if param is not None]
+
     def _children_now(self) -> list[nn.Module | None]:
         return [child for _, _, part in self._parts for child in part._modules.values()]
 

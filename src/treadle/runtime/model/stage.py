@@ -127,7 +127,7 @@ class Stage(Chunk):
                 torch.autograd.backward(starts, grads)
         elif starts:
             torch.autograd.backward(starts, grads)
-        self.at(mb).put_input_grads(tuple([x.grad for x in inputs if x.requires_grad]))
+        self.at(mb).put_input_grads(tuple([x.grad for x in inputs if isinstance(x, Tensor) and x.requires_grad]))
 
     def _grads(self, mb: int) -> Grads:
         """Returns the gradients of the outputs; None for outputs that nobody read."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from treadle.models.views import NamedView
@@ -22,11 +23,8 @@ class OwnedPiece:
     at: int
     """Where the run's gradients begin in this rank's shard of the bucket."""
 
-    param: Tensor
-    """The run in the parameter itself, flat."""
-
     master: Tensor
-    """What the optimizer updates: the float32 copy of a two-byte `param`, else the same memory."""
+    """What the optimizer updates: a float32 copy of a two-byte parameter's run, else its memory."""
 
     @classmethod
     def of(cls, view: NamedView, run: Run, bucket: GradientBucket, at: int, *, is_matrix: bool) -> OwnedPiece:
@@ -34,12 +32,30 @@ class OwnedPiece:
         param = slice_of(view, run)
         master = param.float() if param.dtype in LOW else param
         slot = bucket.number_of(view.tensor)
-        return cls(view, run, bucket, slot, at, param, master.view_as(view.of(view.tensor)) if is_matrix else master)
+        return cls(view, run, bucket, slot, at, master.view_as(view.of(view.tensor)) if is_matrix else master)
+
+    @property
+    def param(self) -> Tensor:
+        """The run in the parameter's memory, flat."""
+        return slice_of(self.view, self.run)
 
     @property
     def has_master(self) -> bool:
         """True if the master is memory of its own."""
-        return self.master.dtype != self.param.dtype
+        return self.view.tensor.dtype in LOW
+
+    def follow(self) -> None:
+        """Take into the master what was written to the parameter since the last update, or to a new `.data`.
+
+        Values are compared, as no version counts writes to `.data`; on the device, without a wait.
+        """
+        param = self.param
+        if not self.has_master:
+            if param.data_ptr() != self.master.data_ptr():
+                self.master.data = param.view_as(self.master)
+            return
+        master = self.master.view(-1)
+        master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
 
     @property
     def gradient(self) -> Tensor | None:
@@ -47,7 +63,8 @@ class OwnedPiece:
         return self.bucket.shard[self.at : self.at + len(self.run)] if self.bucket.filled[self.slot] else None
 
     def take_gradient(self) -> None:
-        """Give the master its gradient."""
+        """Give the master its gradient, and what was written to the parameter."""
+        self.follow()
         gradient = self.gradient
         self.master.grad = gradient.view_as(self.master) if gradient is not None else None
 

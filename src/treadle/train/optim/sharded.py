@@ -36,7 +36,7 @@ class ShardedOptimizer:
     gradient is left as it is, as torch does.
 
     Args:
-        pipe: The pipeline, made with all parameters in place: masters begin as copies of them.
+        pipe: The pipeline, made with all parameters in place.
         views: All parameters and buffers of this rank's stages under their names in the whole model.
         config: Which optimizer, with what.
 
@@ -193,7 +193,7 @@ class ShardedOptimizer:
         """Update this rank's part of the parameters. Every rank calls it, after a `pipe.step` that reduced.
 
         The next `pipe.step` gathers the others' parts, each bucket before its first forward; whoever reads parameters
-        before calls `pipe.gather_parameters()`.
+        before calls `pipe.gather_parameters()`. What was written to parameters since the last update is kept.
         """
         if not self._pipe.has_whole_gradients:
             raise ValueError(
@@ -254,6 +254,7 @@ class ShardedOptimizer:
                 for name, tensor in optimizer.state[piece.master].items():
                     yield piece, name, tensor
 
+    @torch.no_grad()
     def state_dict(self) -> State:
         """Return parameters, buffers and the optimizer's state, the live tensors, by names that no layout changes.
 
@@ -262,6 +263,8 @@ class ShardedOptimizer:
         parameters are gathered if the last update has left them in parts.
         """
         self._pipe.gather_parameters()
+        for piece in self.pieces():
+            piece.follow()
         state = {view.name: TensorPart.whole(view.of(view.tensor)) for view in self._holdings.views}
         for piece, kind, tensor in self._state():
             name, size = f"{PREFIX}{kind}.{piece.view.name}", piece.view.of(piece.view.tensor).numel()
