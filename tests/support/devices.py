@@ -1,4 +1,5 @@
-"""The device that tests run on: `TREADLE_TEST_DEVICE=cuda pytest` runs the suite on GPUs, one a rank, over NCCL.
+"""The device that tests run on: `TREADLE_TEST_DEVICE=cuda pytest` runs the suite on GPUs, one a rank, over NCCL;
+`TREADLE_TEST_DEVICE=sim` on devices made of threads, whose kernels are late by draws from `TREADLE_TEST_SEED`.
 
 Tensors and modules that a rank makes without naming a device are on its own. A test that has more ranks than there are
 devices is skipped, as NCCL gives a device to one rank only.
@@ -7,12 +8,17 @@ devices is skipped, as NCCL gives a device to one rank only.
 from __future__ import annotations
 
 import os
+from functools import cache
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from treadle import sim_device
+
 VARIABLE = "TREADLE_TEST_DEVICE"
+SEED_VARIABLE = "TREADLE_TEST_SEED"
+LATE_US = 300.0
 DEVICE_TYPE = os.environ.get(VARIABLE, "cpu")
 """For `init_device_mesh`."""
 
@@ -28,7 +34,10 @@ def device_of(rank: int = 0) -> torch.device:
 
 
 def backend() -> str:
-    """torch's backend for process groups on the device: gloo on the CPU, nccl on CUDA."""
+    """torch's backends for process groups on the device: gloo on the CPU, nccl on CUDA."""
+    if DEVICE_TYPE == sim_device.NAME:
+        _load_sim()
+        return f"cpu:gloo,{DEVICE_TYPE}:{dist.get_default_backend_for_device(DEVICE_TYPE)}"
     return str(dist.get_default_backend_for_device(DEVICE_TYPE))
 
 
@@ -46,8 +55,15 @@ def enter(rank: int) -> None:
         torch.set_default_device(device)
 
 
+@cache
+def _load_sim() -> None:
+    sim_device.load(seed=int(os.environ.get(SEED_VARIABLE, "0")), delay_us=LATE_US)
+
+
 def _count() -> int:
+    if DEVICE_TYPE == sim_device.NAME:
+        _load_sim()
     try:
         return int(torch.get_device_module(DEVICE_TYPE).device_count())
     except RuntimeError as error:
-        raise pytest.UsageError(f"{VARIABLE}={DEVICE_TYPE}: {error}; give cpu or cuda") from error
+        raise pytest.UsageError(f"{VARIABLE}={DEVICE_TYPE}: {error}; give cpu, cuda or sim") from error

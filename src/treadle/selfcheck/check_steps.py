@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import treadle
+from treadle import sim_device
 from treadle.moe import MoELayer
 from treadle.runtime.pipeline_options import SavedName
 from treadle.selfcheck.check_experts import far
@@ -97,7 +98,7 @@ def measure_rank(setup: Setup, rank: int, saved: SavedName) -> dict[str, Any]:
     """Return what steps took and what was predicted, from the durations of the ops of the step before each."""
     shape, device = shapes_of(setup)[0], setup.device(rank)
     pp, ep = shape.pp, shape.ep
-    size = ON_CPU if setup.kind == "cpu" else ON_DEVICE
+    size = ON_DEVICE if setup.kind not in ("cpu", sim_device.NAME) else ON_CPU
     schedule = schedule_for(NAME, pp)
     mesh = init_device_mesh(setup.kind, (pp, 1, ep), mesh_dim_names=("pp", "dp", "ep"))
     torch.manual_seed(5 + rank // ep)

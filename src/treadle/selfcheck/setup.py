@@ -13,7 +13,11 @@ import torch
 import torch.distributed as dist
 
 import treadle
+from treadle import sim_device
 from treadle.selfcheck.check_report import SkippedError
+
+SIM_LATE_US = 300.0
+"""The longest time by which a kernel of the device of threads starts late."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,17 @@ class Setup:
     def __post_init__(self) -> None:
         if self.num_ranks < 2:
             raise ValueError(f"ranks are 2 or more, as a pipeline of one sends nothing, got {self.num_ranks}")
+        self.load_device()
         if self.kind != "cpu" and (self.accelerator is None or self.accelerator.type != self.kind):
             here = self.accelerator.type if self.accelerator is not None else "none"
-            raise ValueError(f"device {self.kind!r} is not here (accelerator: {here}); give cpu, or leave it out")
+            raise ValueError(
+                f"device {self.kind!r} is not here (accelerator: {here}); give cpu or sim, or leave it out"
+            )
+
+    def load_device(self) -> None:
+        """Give this process the device of threads, where the checks run on it."""
+        if self.device_type == sim_device.NAME:
+            sim_device.load(num_devices=max(8, self.num_ranks), delay_us=SIM_LATE_US)
 
     @cached_property
     def accelerator(self) -> torch.device | None:
@@ -58,7 +70,7 @@ class Setup:
     @property
     def dtype(self) -> torch.dtype:
         """Returns the precision in which gradients are compared: float64 where the device has it."""
-        return torch.float64 if self.kind in ("cpu", "cuda") else torch.float32
+        return torch.float64 if self.kind in ("cpu", "cuda", sim_device.NAME) else torch.float32
 
     @property
     def tolerance(self) -> float:

@@ -27,7 +27,8 @@ def selfcheck(
     ranks: Annotated[int, typer.Option(help="Ranks: processes on this host, with a device each if there are any.")] = 4,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer meshes and steps: under a minute.")] = False,
     device: Annotated[
-        str | None, typer.Option(help="cpu, or the type of the accelerator, which is the default if there is one.")
+        str | None,
+        typer.Option(help="cpu, sim (a device of threads), or the accelerator, the default if there is one."),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the report into this file.")] = None,
     as_json: Json = False,
