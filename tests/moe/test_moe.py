@@ -232,7 +232,7 @@ def test_what_a_buffer_meets_by() -> None:
 def test_tensors_that_travel_in_a_routing_are_found() -> None:
     a, b, c, d, e = (torch.zeros(1) for _ in range(5))
     trip = Trip(object(), 4, handle=(c, (d, None)), experts=e)
-    assert [id(t) for t in tensors_in(Routing(a, b, b, trip=trip))] == [id(t) for t in (a, b, b, c, d, e)]
+    assert [id(t) for t in tensors_in(Routing(a, b, b, b, trip=trip))] == [id(t) for t in (a, b, b, b, c, d, e)]
 
 
 def test_backends_say_whether_counts_go_ahead() -> None:

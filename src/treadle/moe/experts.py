@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor, nn
 
+from treadle.moe.permutation import permuted, transposition
 from treadle.runtime.model.exchange import RankOwned
 from treadle.runtime.model.grouped_linear import GroupedLinear
 from treadle.runtime.model.grouped_mm import RowGroups
@@ -31,17 +29,14 @@ class Experts(RankOwned):
 
     def forward(self, rows: Tensor, arriving: list[list[int]]) -> Tensor:
         """Run the experts on rows sorted by rank and then by expert; `arriving[rank][expert]` rows each."""
-        for_expert = list(zip(*arriving, strict=True))
-        groups = RowGroups([sum(from_ranks) for from_ranks in for_expert])
-        gate, value = self.up(_transposed(rows, arriving), groups).chunk(2, dim=-1)
+        from_each = list(zip(*arriving, strict=True))
+        groups = RowGroups([sum(rows_of) for rows_of in from_each])
+        if len(arriving) == 1 or len(self) == 1:
+            return self._run(rows, groups)
+        by_expert, by_rank = (transposition(sizes, rows.device) for sizes in (arriving, from_each))
+        return permuted(self._run(permuted(rows, by_expert, by_rank), groups), by_rank, by_expert)
+
+    def _run(self, rows: Tensor, groups: RowGroups) -> Tensor:
+        gate, value = self.up(rows, groups).chunk(2, dim=-1)
         out: Tensor = self.down(nn.functional.silu(gate) * value, groups)
-        return _transposed(out, for_expert)
-
-
-def _transposed(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
-    """Return rows that are sorted by (i, j), `sizes[i][j]` each, sorted by (j, i). One copy, and no index to make."""
-    num = len(sizes[0])
-    if len(sizes) == 1 or num == 1:
-        return rows
-    pieces = torch.split(rows, [size for of_one in sizes for size in of_one])
-    return torch.cat([piece for j in range(num) for piece in pieces[j::num]])
+        return out

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from treadle.moe.permutation import inverse_of
+
 Scoring: TypeAlias = Literal["softmax", "sigmoid"]
 
 _NO_ZERO = 1e-20
@@ -23,13 +25,15 @@ _NO_ZERO = 1e-20
 class Routing:
     """The routing of one micro-batch in one layer. `chosen[t]` are the experts of token t.
 
-    `order[i]`: the (token, choice) of the i-th row, sorted by expert. `counts[e]`: rows for expert e, of all ranks'
-    experts. `arriving`: rows that come from each rank for each of this rank's experts, once that is known, and `rows`
-    the same on the host. `send` and `receive`: rows to and from each. `trip`: what else an exchange has to remember.
+    `order[i]`: the (token, choice) of the i-th row, sorted by expert; `place`: the row of each (token, choice).
+    `counts[e]`: rows for expert e, of all ranks' experts. `arriving`: rows that come from each rank for each of this
+    rank's experts, once that is known, and `rows` the same on the host. `send` and `receive`: rows to and from each.
+    `trip`: what else an exchange has to remember.
     """
 
     chosen: Tensor
     order: Tensor
+    place: Tensor
     counts: Tensor
     arriving: Tensor | None = None
     trip: Any = None
@@ -40,7 +44,13 @@ class Routing:
     def of(cls, chosen: Tensor, num_experts: int) -> Routing:
         """Return the routing of tokens whose experts are chosen, before any rank knows of another's."""
         flat = chosen.reshape(-1)
-        return cls(chosen, torch.argsort(flat, stable=True), _counted(flat, num_experts))
+        order = torch.argsort(flat, stable=True)
+        return cls(chosen, order, inverse_of(order), _counted(flat, num_experts))
+
+    @property
+    def token(self) -> Tensor:
+        """Returns the token of each row."""
+        return self.order // self.chosen.shape[-1]
 
     @property
     def receive(self) -> list[int]:

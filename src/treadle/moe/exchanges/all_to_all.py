@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from treadle.dist.streams import Download
+from treadle.moe.permutation import copied, permuted
 from treadle.moe.router import Routing
 from treadle.runtime.model.exchange import Exchange
 from treadle.runtime.model.segments import Segment, exchange
+from treadle.runtime.model.weight_grad import as_it_is
 
 
 class AllToAll(Exchange):
@@ -23,7 +25,7 @@ class AllToAll(Exchange):
 
     def leaving(self, tokens: Tensor, routing: Routing) -> Tensor:
         """A row for each (token, choice), in the order in which they travel."""
-        return tokens[_token(routing)]
+        return copied(tokens, routing.token, routing.order, routing.place)
 
     @property
     def counting(self) -> Sequence[Segment]:
@@ -48,13 +50,9 @@ class AllToAll(Exchange):
         return self.swap(leaving, routing.send, routing.receive), gates, routing
 
     def combine(self, made: Tensor, gates: Tensor, routing: Routing) -> Tensor:
-        """Rows back to their tokens' ranks, and there into the tokens' sums."""
+        """Send rows back to their tokens' ranks, and add them up there: in float32 for two-byte types, rounded once."""
         back = self.swap(made, routing.receive, routing.send)
-        weighted = back * gates.reshape(-1)[routing.order].unsqueeze(-1)
-        token = _token(routing).unsqueeze(-1).expand_as(weighted)
-        return weighted.new_zeros(len(routing.chosen), weighted.shape[-1]).scatter_add(0, token, weighted)
-
-
-def _token(routing: Routing) -> Tensor:
-    """Return the token of each row."""
-    return routing.order // routing.chosen.shape[-1]
+        wide = torch.promote_types(back.dtype, gates.dtype)
+        each = permuted(back, routing.place, routing.order).view(*gates.shape, back.shape[-1])
+        with as_it_is(back):
+            return torch.bmm(gates.unsqueeze(1).to(wide), each.to(wide)).squeeze(1)
