@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import treadle
-from treadle.models import ModelConfig, build_stages
+from treadle.models import Documents, ModelConfig, build_stages
 
 ROUNDS, MICROBATCHES, TOKENS = 9, 4, 256
 CONFIG = ModelConfig(
@@ -57,7 +57,7 @@ class Whole(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, x: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, documents: Documents) -> Tensor:
         """Run the layer."""
         out: Tensor = self.layer(x, positions, documents)
         return out
@@ -75,7 +75,10 @@ def main(rounds: int) -> None:
     schedule = treadle.generate("interleaved", pp=1, vpp=2, microbatches=MICROBATCHES)
     tokens = torch.randint(0, CONFIG.vocab_size, (MICROBATCHES, TOKENS + 1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    side = {"positions": torch.arange(TOKENS).repeat(MICROBATCHES, 1), "documents": torch.zeros_like(inputs)}
+    side = {
+        "positions": torch.arange(TOKENS).repeat(MICROBATCHES, 1),
+        "documents": [Documents(((TOKENS,),))] * MICROBATCHES,
+    }
 
     def pipeline(stages: dict[int, nn.Sequential], **options: Any) -> Callable[[], object]:
         pipe = treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, **options)

@@ -7,6 +7,7 @@ import statistics
 import time
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the fake backend
 
 from counted.kernels import CalledKernels, SavedBytes
+from treadle import models
 from treadle.dist.groups import Group, control_wait
 from treadle.ir.ops import OpKind
 from treadle.models import ModelConfig
@@ -103,7 +105,9 @@ def _attention(num_tokens: int) -> dict[str, float]:
     """Four documents in a sequence, on this CPU; of one pass each."""
     config = ModelConfig(hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
     attention = Attention(config)
-    documents = torch.arange(num_tokens).div(num_tokens // 4, rounding_mode="floor").unsqueeze(0)
+    documents: Any = torch.arange(num_tokens).div(num_tokens // 4, rounding_mode="floor").unsqueeze(0)
+    if hasattr(models, "Documents"):  # the tree before took the numbers
+        documents = models.Documents.of(documents)
     positions = torch.arange(num_tokens).remainder(num_tokens // 4).unsqueeze(0)
     x = torch.randn(1, num_tokens, config.hidden_size, requires_grad=True)
     saved = SavedBytes()

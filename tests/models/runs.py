@@ -14,6 +14,7 @@ import treadle
 from treadle.ir.blocks import LAYERS
 from treadle.models import (
     IGNORED,
+    Documents,
     ModelConfig,
     build_stages,
     load_pretrained,
@@ -57,9 +58,9 @@ class Batch:
         return Batch(*(t.chunk(num)[at] for t in (self.inputs, self.targets, self.documents, self.positions)))
 
     @property
-    def side(self) -> dict[str, Tensor]:
+    def side(self) -> dict[str, Any]:
         """What `Pipeline.step` takes beside."""
-        return {"positions": self.positions, "documents": self.documents}
+        return {"positions": self.positions, "documents": Documents.of(self.documents)}
 
 
 def rows_of(config: ModelConfig, num_stages: int) -> tuple[str, ...]:
@@ -95,7 +96,12 @@ def run_step(rank: int, layout: Layout, config: ModelConfig, directory: Path, ba
     pipe = treadle.Pipeline(
         stages, schedule, mesh=mesh, loss_fn=loss_fn, tied=tied_parameters(config, rows), **layout.options
     )
-    loss = pipe.step(mine.inputs, mine.targets, side=mine.side, num_tokens=batch.num_tokens)
+    loss = pipe.step(
+        mine.inputs,
+        mine.targets,
+        side={**mine.side, "documents": mine.side["documents"].split(schedule.num_microbatches)},
+        num_tokens=batch.num_tokens,
+    )
     norm = float(pipe.grad_norm())
     assert pipe.report is not None
     told = {name: float(value) for name, value in pipe.report.by_name.items()}

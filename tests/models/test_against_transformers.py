@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.models.tiny import QWEN3_MOE, apart, hf_model, loaded, saved, tokens
-from treadle.models import ModelConfig, build_stages, load_pretrained, positions_in, run_stage, save_pretrained
+from treadle.models import Documents, ModelConfig, build_stages, load_pretrained, run_stage, save_pretrained
 
 pytestmark = pytest.mark.slow  # transformers takes seconds to import
 
@@ -58,9 +58,9 @@ def test_packed_documents_give_the_logits_of_transformers(tmp_path: Path) -> Non
     model = saved(QWEN3_MOE, tmp_path)
     _, ours = loaded(tmp_path)
     batch = tokens(2)[:, :-1]
-    documents = torch.tensor([[0] * 5 + [1] * 7, [4] * 1 + [5] * 3 + [2] * 8])
+    documents = Documents.of(torch.tensor([[0] * 5 + [1] * 7, [4] * 1 + [5] * 3 + [2] * 8]))
     with torch.no_grad():
-        theirs = model(batch, position_ids=positions_in(documents), use_cache=False).logits
+        theirs = model(batch, position_ids=documents.positions(batch.device), use_cache=False).logits
         assert apart(run_stage(ours, batch, documents=documents), theirs) <= 1e-6
         assert apart(run_stage(ours, batch), theirs) > 1e-2
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import treadle
 from tests.models.tiny import VOCAB, tokens
 from tests.support.ranks import check, run_ranks
-from treadle.models import cut_causal_lm, cut_ties, loss_fn, views
+from treadle.models import Documents, cut_causal_lm, cut_ties, loss_fn, views
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48,
@@ -90,7 +90,7 @@ def test_stages_have_the_gradients_of_the_whole_model(name: str, layers: list[An
 def test_documents_are_kept_apart_or_refused(name: str) -> None:
     model, inputs = _make(name).eval(), tokens(1)[:, :-1]
     stages = cut_causal_lm(model, [2, 2], {0: 0, 1: 1})
-    documents = torch.tensor([[0] * 5 + [1] * 7])
+    documents = Documents(((5, 7),))
     with torch.no_grad():
         if name in APART:
             packed = stages[1](stages[0](inputs, documents=documents), documents=documents)
@@ -99,7 +99,7 @@ def test_documents_are_kept_apart_or_refused(name: str) -> None:
         else:
             with pytest.raises(ValueError, match="does not keep the documents of a sequence apart"):
                 stages[0](inputs, documents=documents)
-        one = torch.zeros_like(documents)
+        one = Documents(((12,),))
         whole = stages[1](stages[0](inputs, documents=one), documents=one)
         torch.testing.assert_close(whole, model(inputs).logits)
 

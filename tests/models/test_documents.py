@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.models.runs import Batch, Layout, furthest, gradients_of, run_step
 from tests.models.tiny import QWEN3_MOE, VOCAB, apart, tokens
 from tests.support.ranks import check, run_ranks
-from treadle.models import IGNORED, ModelConfig, build_stages, loss_fn, positions_in, run_stage, save_pretrained
+from treadle.models import IGNORED, Documents, ModelConfig, build_stages, loss_fn, run_stage, save_pretrained
 from treadle.models.decoder_layers import DecoderLayer
 from treadle.models.mtp import TokenPredictor
 from treadle.runtime.model.segments import reference_forward
@@ -41,13 +41,13 @@ def _packed(num: int) -> Batch:
     documents = starts.cumsum(-1) + 5
     targets = tokens(num)[:, 1:].clone()
     targets[:, :-1][documents[:, 1:] != documents[:, :-1]] = IGNORED
-    return Batch(inputs, targets, documents, positions_in(documents))
+    return Batch(inputs, targets, documents, Documents.of(documents).positions(documents.device))
 
 
 def test_packed_documents_are_each_document_alone() -> None:
     model, batch = _model(QWEN3_MOE), _packed(4)
     with torch.no_grad():
-        packed = run_stage(model, batch.inputs, positions=batch.positions, documents=batch.documents)
+        packed = run_stage(model, batch.inputs, positions=batch.positions, documents=Documents.of(batch.documents))
         for row, (sample, documents) in enumerate(zip(batch.inputs, batch.documents, strict=True)):
             for document in documents.unique():
                 where = documents == document
@@ -59,7 +59,7 @@ def test_packed_documents_are_each_document_alone() -> None:
 
 def test_the_gradients_of_packed_documents_are_those_of_each_alone() -> None:
     packed, alone, batch = _model(QWEN3_MOE), _model(QWEN3_MOE), _packed(4)
-    loss_fn(run_stage(packed, batch.inputs, documents=batch.documents), batch.targets).backward()  # type: ignore[no-untyped-call]
+    loss_fn(run_stage(packed, batch.inputs, documents=Documents.of(batch.documents)), batch.targets).backward()  # type: ignore[no-untyped-call]
     for sample, target, documents in zip(batch.inputs, batch.targets, batch.documents, strict=True):
         for document in documents.unique():
             where = documents == document
@@ -73,7 +73,7 @@ def test_mtp_of_packed_documents_is_that_of_each_alone() -> None:
     block = next(b for b in _model(EVERYTHING) if isinstance(b, TokenPredictor) and b.depth == 2)
     batch = _packed(4)
     hidden = torch.randn(*batch.inputs.shape, EVERYTHING.hidden_size, generator=torch.Generator().manual_seed(3))
-    out, loss = block(hidden, batch.targets, batch.positions, batch.documents)
+    out, loss = block(hidden, batch.targets, batch.positions, Documents.of(batch.documents))
     total, num = torch.zeros(()), 0
     for row, documents in enumerate(batch.documents):
         for document in documents.unique():

@@ -14,7 +14,7 @@ import treadle
 from tests.models.runs import rows_of
 from tests.models.tiny import QWEN3_MOE, apart, tokens
 from tests.support.ranks import check, run_ranks
-from treadle.models import ModelConfig, build_stages, loss_fn, positions_in, run_stage, update_bias
+from treadle.models import Documents, ModelConfig, build_stages, loss_fn, run_stage, update_bias
 from treadle.models.decoder_layers import ExpertLayer
 
 SIGMOID = replace(
@@ -59,7 +59,7 @@ def test_the_expert_part_of_a_layer_is_that_of_deepseek_v3(norm_topk_prob: bool)
     x = torch.randn(2, 15, config.hidden_size, generator=torch.Generator().manual_seed(1))
     layer.input_layernorm, layer.post_attention_layernorm = nn.Identity(), nn.Identity()  # type: ignore[assignment]
     layer.mix = lambda x, positions, documents: x
-    ours = layer(x, positions_in(torch.zeros(2, 15))) - x
+    ours = layer(x, torch.arange(15).expand(2, -1)) - x
     expected = theirs(x)
     assert apart(ours, expected) <= 1e-6
     weights = torch.linspace(-1, 1, ours.numel()).reshape(ours.shape)
@@ -137,7 +137,9 @@ def _train(rank: int) -> list[dict[int, Tensor]]:
         for step in range(3):
             batch = tokens(8, seed=step).chunk(dp * ep)[mesh.get_local_rank("dp") * ep + mesh.get_local_rank("ep")]
             inputs = batch[:, :-1]
-            side = {"documents": torch.zeros_like(inputs), "positions": positions_in(torch.zeros_like(inputs))}
+            num = schedule.num_microbatches
+            documents = Documents.of(torch.zeros_like(inputs))
+            side = {"documents": documents.split(num), "positions": documents.positions(inputs.device)}
             pipe.step(inputs, batch[:, 1:], side=side, num_tokens=8 * 12)
             pipe.evaluate(inputs, batch[:, 1:], side=side, num_tokens=8 * 12)
             update_bias(stages, SIGMOID.bias_update_rate, pipe.groups.reduce_group)

@@ -14,6 +14,7 @@ import treadle
 from tests.support.ranks import check, run_ranks
 from treadle.ir.ops import OpKind
 from treadle.models import ModelConfig, build_stages, loss_fn, tied_parameters, views_of_stages
+from treadle.models.on_meta import packed
 from treadle.runtime.model.meta_bytes import OpBytes
 from treadle.simulator import measure
 from treadle.train.fitted_costs import fit_step, write_costs
@@ -171,7 +172,10 @@ def held(rank: int) -> dict[str, Any]:
     pipe = treadle.Pipeline(stages, plan.schedule, mesh=mesh, loss_fn=loss_fn, tied=tied, saved="count", deadline_s=120)
     optimizer = ShardedOptimizer(pipe, views_of_stages(stages), RUN.optimizer)
     tokens = torch.randint(0, MODEL.vocab_size, (8, 25), generator=torch.Generator().manual_seed(rank % 2))
-    side = {"positions": torch.arange(24).repeat(8, 1), "documents": torch.zeros(8, 24, dtype=torch.long)}
+    side = {
+        "positions": torch.arange(24).repeat(8, 1),
+        "documents": packed((8, 24)).split(plan.schedule.num_microbatches),
+    }
     pipe.step(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), side=side)
     assert pipe.report is not None
     assert pipe.report.saved is not None

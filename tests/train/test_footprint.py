@@ -15,6 +15,7 @@ import treadle
 from tests.support.ranks import check, run_ranks
 from treadle.ir.ops import OpKind
 from treadle.models import ModelConfig, build_stages, loss_fn
+from treadle.models.on_meta import packed
 from treadle.train.footprint import ModelFootprint, model_footprint
 
 SPARSE = ModelConfig(
@@ -63,7 +64,7 @@ def _run(config: ModelConfig, dtype: torch.dtype, recompute: tuple[str, ...], ra
     tokens = torch.randint(0, config.vocab_size, (2 * SIZE, SEQ_LEN + 1), generator=generator)
     side: dict[str, Any] = {
         "positions": torch.arange(SEQ_LEN).repeat(2 * SIZE, 1),
-        "documents": torch.zeros(2 * SIZE, SEQ_LEN, dtype=torch.long),
+        "documents": packed((2 * SIZE, SEQ_LEN)).split(2),
     }
     pipe.step(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), side=side)
     assert pipe.report is not None

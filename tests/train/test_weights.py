@@ -99,7 +99,7 @@ def reference_loss(model: Any, config: TrainConfig, directory: Path) -> float:
     batch = next(iter(training_loader(packed, batch_size=config.training.global_batch_size, seed=config.training.seed)))
     assert bool((batch.targets == IGNORED).any()), "a document ends in it"
     with torch.no_grad():
-        logits = model(batch.inputs, position_ids=batch.side["positions"], use_cache=False).logits
+        logits = model(batch.inputs, position_ids=batch.positions, use_cache=False).logits
     return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED))
 
 

@@ -19,10 +19,10 @@ with brought_by("train", needed_by="treadle.models"):
     from treadle.models.build_stages import build_stages
     from treadle.models.cut_stage import LMStage
     from treadle.models.cut_transformers import cut_causal_lm, cut_ties
+    from treadle.models.document_lengths import Documents
     from treadle.models.ends import IGNORED, loss_fn
     from treadle.models.forward import run_stage
     from treadle.models.load_checkpoint import load_pretrained
-    from treadle.models.masks import document_mask, positions_in
     from treadle.models.model_config import ModelConfig
     from treadle.models.saving import save_pretrained
     from treadle.models.tensor_names import tied_parameters, views, views_of_stages
@@ -30,16 +30,15 @@ with brought_by("train", needed_by="treadle.models"):
 
 __all__ = [
     "IGNORED",
+    "Documents",
     "LMStage",
     "ModelConfig",
     "NamedView",
     "build_stages",
     "cut_causal_lm",
     "cut_ties",
-    "document_mask",
     "load_pretrained",
     "loss_fn",
-    "positions_in",
     "run_stage",
     "save_pretrained",
     "tied_parameters",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional
 
-from treadle.models.masks import document_mask
+from treadle.models.attend import attend
+from treadle.models.document_lengths import Documents
 from treadle.models.model_config import ModelConfig
 from treadle.models.rotary import rotary_tables, rotate
 
@@ -24,13 +24,13 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
-    def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, documents: Documents | None = None) -> Tensor:
         """Mix the tokens of each sequence.
 
         Args:
             x: [batch, tokens, hidden].
             positions: [batch, tokens], each token's position in its document.
-            documents: [batch, tokens], a number for each token's document; None: a sequence is one document.
+            documents: the documents of each sequence; None: a sequence is one.
 
         Returns:
             [batch, tokens, hidden].
@@ -39,17 +39,9 @@ class Attention(nn.Module):
         tables = rotary_tables(positions, self.head_dim, self.theta, x.dtype)
         query = rotate(self.q_norm(self._heads(self.q_proj(x))), *tables)
         key = rotate(self.k_norm(self._heads(self.k_proj(x))), *tables)
-        mixed = functional.scaled_dot_product_attention(
-            query,
-            key,
-            self._heads(self.v_proj(x)),
-            attn_mask=None if documents is None else document_mask(documents),
-            is_causal=documents is None,
-            enable_gqa=True,
-        )
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.o_proj(attend(query, key, self._heads(self.v_proj(x)), documents).flatten(2))
         return out
 
     def _heads(self, x: Tensor) -> Tensor:
-        """Return [batch, heads, tokens, head_dim]."""
-        return x.reshape(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
+        """Return [batch, tokens, heads, head_dim]."""
+        return x.reshape(*x.shape[:-1], -1, self.head_dim)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from treadle.models.masks import positions_in
+from treadle.models.document_lengths import Documents
 
 
 class LMStage(nn.Module):
@@ -29,13 +29,13 @@ class LMStage(nn.Module):
         """Names of parameters that are copies of another one, and the name of that."""
         self._given = given
 
-    def forward(self, x: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None, documents: Documents | None = None) -> Tensor:
         """Run the stage.
 
         Args:
             x: tokens [batch, tokens] in the first stage, else what the stage before returned.
             positions: [batch, tokens]; a document begins where they begin again from 0. transformers' masks follow.
-            documents: [batch, tokens], a number for each token's document: another way to say where they begin.
+            documents: the documents of each sequence: another way to give the positions.
 
         Returns:
             The logits in the last stage, else what the next stage takes.
@@ -45,7 +45,7 @@ class LMStage(nn.Module):
 
         """
         if positions is None and documents is not None:
-            positions = positions_in(documents)
+            positions = documents.positions(x.device)
         if positions is not None and not self.separates_documents:
             self._refuse_documents(positions)
             positions = None

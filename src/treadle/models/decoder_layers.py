@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from treadle.models.attention import Attention
+from treadle.models.document_lengths import Documents
 from treadle.models.mlp import GatedMLP
 from treadle.models.model_config import ModelConfig
 from treadle.moe.exchanges import ExchangeName, MakeExchange, make_exchange
@@ -26,7 +27,7 @@ class DecoderLayer(nn.Module, Segmented):
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, documents: Documents | None = None) -> Tensor:
         """Run the whole layer, in one process or called by all ranks of its expert group at once.
 
         Losses of the layer's own are dropped.
@@ -34,7 +35,7 @@ class DecoderLayer(nn.Module, Segmented):
         out: Tensor = reference_forward(self, x, positions=positions, documents=documents)["x"]
         return out
 
-    def mix(self, x: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
+    def mix(self, x: Tensor, positions: Tensor, documents: Documents | None) -> Tensor:
         """Return x with what attention adds to it."""
         mixed: Tensor = self.self_attn(self.input_layernorm(x), positions, documents)
         return x + mixed

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from treadle.models.decoder_layers import DecoderLayer
-from treadle.models.masks import positions_in
+from treadle.models.document_lengths import Documents, positions_of
 from treadle.models.mtp import TokenPredictor
 from treadle.runtime.model.stage_blocks import children_of
 
 
 def run_stage(
-    stage: nn.Module, x: Tensor, *, positions: Tensor | None = None, documents: Tensor | None = None
+    stage: nn.Module, x: Tensor, *, positions: Tensor | None = None, documents: Documents | None = None
 ) -> Tensor:
     """Run a stage of `build_stages` with all experts (`ep=1`); MTP blocks are left out.
 
@@ -20,7 +19,7 @@ def run_stage(
         stage: the module.
         x: tokens [batch, tokens] where the stage has the embedding, else what the stage before returned.
         positions: [batch, tokens]; None: from 0 in each document.
-        documents: [batch, tokens], a number for each token's document; None: each sequence is one.
+        documents: the documents of each sequence; None: each sequence is one.
 
     Returns:
         The logits where the stage has the head, else what the next stage takes.
@@ -34,7 +33,7 @@ def run_stage(
 
     """
     if positions is None:
-        positions = positions_in(documents if documents is not None else x.new_zeros(x.shape[:2], dtype=torch.long))
+        positions = positions_of(documents, x)
     for block in children_of(stage):
         if isinstance(block, DecoderLayer):
             x = block(x, positions, documents)

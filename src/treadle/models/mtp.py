@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from treadle.models.decoder_layers import DenseLayer
+from treadle.models.document_lengths import Documents, positions_of
 from treadle.models.ends import IGNORED, loss_fn, make_embedding
-from treadle.models.masks import positions_in
 from treadle.models.model_config import ModelConfig
 from treadle.runtime.model.mtp_block import MTPBlock
 
@@ -46,23 +46,21 @@ class TokenPredictor(MTPBlock):
         self.shared_head = SharedHead(config)
 
     def forward(
-        self, x: Tensor, target: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+        self, x: Tensor, target: Tensor, positions: Tensor | None = None, documents: Documents | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the hidden state for the next block, and the loss."""
-        if positions is None:
-            positions = positions_in(documents if documents is not None else torch.zeros_like(target))
-        tokens, wanted = self._shifted(target, documents)
+        places = positions_of(documents, target)
+        positions = places if positions is None else positions
+        tokens, wanted = self._shifted(target, places)
         embedded = self.enorm(self.embed_tokens(tokens.clamp(min=0)))
         joined: Tensor = self.eh_proj(torch.cat([embedded, self.hnorm(x)], dim=-1))
         hidden: Tensor = self.layer(joined, positions, documents)
         return hidden, loss_fn(self.shared_head(hidden), wanted)
 
-    def _shifted(self, target: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _shifted(self, target: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return for each token i the token i + depth and the one after it; `IGNORED` where a document has ended."""
         tokens, wanted = ahead(target, self.depth - 1, IGNORED), ahead(target, self.depth, IGNORED)
-        ended = tokens == IGNORED
-        if documents is not None:
-            ended = ended | (ahead(documents, self.depth, IGNORED) != documents)
+        ended = (tokens == IGNORED) | (ahead(places, self.depth, IGNORED) != places + self.depth)
         return tokens, wanted.masked_fill(ended, IGNORED)
 
 

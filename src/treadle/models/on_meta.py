@@ -1,4 +1,4 @@
-"""What layers call on the meta device instead: an exchange of balanced rows, attention by the CPU's flash kernel."""
+"""What layers call on the meta device instead: an exchange of balanced rows, attention by another device's kernel."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from treadle.models.attend import attend, attend_by, attention_kernel
+from treadle.models.document_lengths import Documents
 from treadle.moe.exchanges.all_to_all import AllToAll
 from treadle.moe.router import Routing
 
@@ -55,18 +57,34 @@ class _Moved(torch.autograd.Function):
         return grad.new_empty(ctx.num, *grad.shape[1:]), None
 
 
-class FlashAttention(TorchFunctionMode):
-    """Attention on the meta device as a CPU runs it: by its flash kernel.
+class AttentionOf(TorchFunctionMode):
+    """Attention of meta tensors by the kernel of another device (`attention_kernel`).
 
     torch's own choice for meta tensors is the plain formula, which saves the matrix of all pairs of tokens several
-    times. The kernel saves queries, keys, values, the output, a float32 number a row, and the mask in their type.
+    times. A CPU's flash kernel saves queries, keys, values, the output, a float32 number a row, and a mask in their
+    type.
     """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace attention and leave all else."""
+        if func is attend:
+            query, _, value, documents = args
+            widths = query.shape[-1], value.shape[-1]
+            with self:
+                return attend_by(attention_kernel(self.device, query.dtype, widths, documents), *args)
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         return _attend(*args, **(kwargs or {}))
+
+
+def packed(size: tuple[int, int]) -> Documents:
+    """Return the documents of [sequences, tokens], two in each: what is saved does not depend on how many there are."""
+    num, seq_len = size
+    return Documents((((seq_len + 1) // 2, seq_len // 2),) * num)
 
 
 def _attend(

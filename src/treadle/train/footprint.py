@@ -7,9 +7,8 @@
 A model of any size is counted in seconds. Two micro-batches pass the blocks: in the first main gradients get their
 memory, the second adds to them.
 
-Two things on the meta device are not as on a CPU, and are replaced: attention runs by the CPU's flash kernel
-(`FlashAttention`), and rows are balanced over experts (`BalancedExchange`). On a GPU, attention with a document mask
-runs by another kernel, which keeps keys and values for every head: there it saves more.
+Two things on the meta device are not as in the run, and are replaced: attention runs by the kernel of the run's device
+for packed documents (`AttentionOf`), and rows are balanced over experts (`BalancedExchange`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from treadle.ir.ops import OpKind
 from treadle.models.build_stages import build_stages
 from treadle.models.ends import loss_fn
 from treadle.models.model_config import ModelConfig
-from treadle.models.on_meta import BalancedExchange, FlashAttention
+from treadle.models.on_meta import AttentionOf, BalancedExchange, packed
 from treadle.models.tensor_names import EMBEDDING as EMBEDDING_NAME
 from treadle.models.tensor_names import HEAD as HEAD_NAME
 from treadle.models.tensor_names import views
@@ -90,6 +89,7 @@ def model_footprint(
     ep: int = 1,
     dtype: torch.dtype = torch.float32,
     recompute: tuple[str, ...] = (),
+    device: str = "cpu",
 ) -> ModelFootprint:
     """Count the memory of a model's blocks.
 
@@ -99,6 +99,7 @@ def model_footprint(
         ep: the number of ranks that share the experts.
         dtype: that of parameters and activations.
         recompute: parts that are recomputed before their backward: some of attn, mlp.
+        device: the type of the run's device, which chooses attention's kernel.
 
     Returns:
         The ModelFootprint.
@@ -118,8 +119,9 @@ def model_footprint(
     options = RunOptions(seed=None, lanes="serial", recompute=recompute, saved="count")
     with rehearsing({0: module}, schedule, {"pp": 1, "ep": ep}, 0, loss_fn, options) as (pipe, recorder):
         batch = torch.empty(2 * size, seq_len, dtype=torch.long, device="meta")
-        with FlashAttention(), pipe.no_sync():
-            pipe.step(batch, batch, side={"positions": batch, "documents": batch})
+        side = {"positions": batch, "documents": [packed(microbatch)] * 2}
+        with AttentionOf(torch.device(device)), pipe.no_sync():
+            pipe.step(batch, batch, side=side)
     assert recorder.store is not None, "it counts"
     ops = {(op.kind, op.layer, op.mb): counted for op, counted in recorder.ops}
     layers = [letter for letter in row if letter in LAYERS]

@@ -100,6 +100,7 @@ class RunMemory:
             ep=self.plan.ep,
             dtype=self.dtype,
             recompute=self.config.parallel.recompute,
+            device="cuda" if _on_gpu(self.config) else "cpu",
         )
 
     @cached_property

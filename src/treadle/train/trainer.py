@@ -253,7 +253,12 @@ class Trainer:
         start, lr = perf_counter(), self._lr(self.step)
         torch.manual_seed(step_seed(self.config.training.seed, self.step))
         batch = self._next_batch()
-        self.pipe.step(batch.inputs, batch.targets, side=batch.side, num_tokens=batch.num_tokens)
+        self.pipe.step(
+            batch.inputs,
+            batch.targets,
+            side=batch.side(self.plan.schedule.num_microbatches),
+            num_tokens=batch.num_tokens,
+        )
         report = self.pipe.report
         assert report is not None
         if not report.finite:
@@ -311,13 +316,18 @@ class Trainer:
 
     def _on_device(self, batch: Batch) -> Batch:
         device = self.world.device
-        side = {name: value.to(device) for name, value in batch.side.items()}
-        return Batch(batch.inputs.to(device), batch.targets.to(device), side, batch.num_tokens)
+        moved = {name: getattr(batch, name).to(device) for name in ("inputs", "targets", "positions")}
+        return replace(batch, **moved)
 
     def _forward(self, batch: Batch) -> float:
         """Return the mean loss of a token of a batch, without auxiliary losses."""
         batch = self._on_device(batch)
-        loss = self.pipe.evaluate(batch.inputs, batch.targets, side=batch.side, num_tokens=batch.num_tokens)
+        loss = self.pipe.evaluate(
+            batch.inputs,
+            batch.targets,
+            side=batch.side(self.plan.schedule.num_microbatches),
+            num_tokens=batch.num_tokens,
+        )
         assert self.pipe.report is not None
         return float(self.pipe.report.by_name.get(MAIN, loss))
 

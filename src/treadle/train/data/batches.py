@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from treadle.models.document_lengths import Documents
 from treadle.train.data.packing import PackedTokens
 from treadle.train.data.sampling import GlobalBatches
 
@@ -27,11 +29,15 @@ class Batch:
 
     inputs: Tensor
     targets: Tensor
-    side: dict[str, Tensor]
-    """`positions` and `documents`, by the names under which layers read them."""
+    positions: Tensor
+    documents: Documents
 
     num_tokens: int
     """The targets that count in the whole global batch, of all replicas."""
+
+    def side(self, num_microbatches: int) -> dict[str, Any]:
+        """Return the side values of a step by the names under which layers read them."""
+        return {"positions": self.positions, "documents": self.documents.split(num_microbatches)}
 
 
 class ReplicaBatches(Dataset[Batch]):
@@ -44,8 +50,8 @@ class ReplicaBatches(Dataset[Batch]):
         """Return this replica's part of a global batch."""
         own = np.split(samples, self._num_replicas)[self._replica]
         found = self._packed.samples(own)
-        side = {"positions": found.positions, "documents": found.documents}
-        return Batch(found.inputs, found.targets, side, self._packed.num_targets(samples))
+        documents = Documents.of(found.documents)
+        return Batch(found.inputs, found.targets, found.positions, documents, self._packed.num_targets(samples))
 
 
 def training_loader(
