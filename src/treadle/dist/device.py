@@ -38,8 +38,8 @@ class Observer(Protocol):
         """Raise if the device's work is void."""
         ...
 
-    def device_moves(self, moves: bool) -> None:
-        """Take whether the device gets on with its work."""
+    def look(self) -> None:
+        """Look where the device is."""
         ...
 
 
@@ -53,7 +53,7 @@ class Device(Protocol):
     """Returns the time in a form of this device, which `nanoseconds` converts."""
 
     def observe(self, observer: Observer) -> None:
-        """Has long waits for the device ask the observer whether they are still of use, and tell it of progress."""
+        """Has long waits for the device ask the observer whether they are still of use, and to look where it is."""
         ...
 
     def catch_up(self) -> None:
@@ -96,9 +96,6 @@ class StreamDevice:
 
     LOOK_S = 0.05
     """How often a wait looks for progress, and whether it is still of use."""
-
-    STALL_S = 1.0
-    """After so long without progress the device is taken to wait for another rank."""
 
     def __init__(self, device: torch.device, deadline: timedelta, streams: Streams) -> None:
         self.device, self.deadline_s, self.streams = device, deadline.total_seconds(), streams
@@ -144,7 +141,7 @@ class StreamDevice:
                 moved = now if self._has_moved() else moved
                 if self._observer is not None:
                     self._observer.refuse_void()
-                    self._observer.device_moves(now - moved < self.STALL_S)
+                    self._observer.look()
             if now - moved > self.deadline_s:
                 raise GpuLateError(f"Timed out: the GPU has finished no op within {self.deadline_s:g} s")
             pause(now - begun)

@@ -21,6 +21,7 @@ from treadle.dist.mesh_position import MeshPosition
 from treadle.dist.rank_groups import Groups
 from treadle.ir.program import Program
 from treadle.runtime.faults.arrivals import Arrivals
+from treadle.runtime.faults.progress.device_progress import DeviceProgress
 from treadle.runtime.faults.progress.wait_target import ALL, NOBODY
 from treadle.runtime.faults.watch import RankLostError, Watch
 
@@ -44,6 +45,7 @@ class Guard:
 
     def __init__(self) -> None:
         self.program: Program | None = None
+        self.device_progress: DeviceProgress | None = None
         self.position: MeshPosition | None = None
         self.watch: Watch | None = None
         self.slots = memoryview(array("q", [NOBODY] * 4))
@@ -63,7 +65,7 @@ class Guard:
             name=self.name,
             deadline_s=deadline_s,
             address=address,
-            waited=[position.dp_ranks, everyone, []],  # in the order of ALIKE, ALL, TIED
+            waited=[position.dp_ranks, everyone, [], []],  # in the order of ALIKE, ALL, TIED, EXPERTS
             meeting=arrivals.refuse_lone_meeting,
         )
         self.slots = self.watch.slots
@@ -80,7 +82,7 @@ class Guard:
         ep_ranks = groups.ep_group.ranks if groups.ep_group is not None else []
         tied = sorted({rank for group in groups.tied_groups.values() for rank in group.ranks})
         if self.watch is not None:
-            self.watch.wait_for([alike, sorted({*pp_ranks, *alike, *ep_ranks, *tied}), tied])
+            self.watch.wait_for([alike, sorted({*pp_ranks, *alike, *ep_ranks, *tied}), tied, ep_ranks])
 
     def unless_lost(self, make: Callable[[], T]) -> T:
         """Returns `make()`, which may block in native code that nothing ends before its deadline: a loss is raised.
@@ -142,9 +144,10 @@ class Guard:
         if self._groups is not None:
             self._groups.refuse_errors()
 
-    def device_moves(self, moves: bool) -> None:
-        """Shows others that the device gets on with what was launched, or that it may wait for any of them."""
-        self.slots[1] = NOBODY if moves else ALL
+    def look(self) -> None:
+        """Shows others the op at which the device is, and the ranks it waits for there."""
+        if self.device_progress is not None:
+            self.device_progress.look()
 
     @contextmanager
     def step(self, number: int, *, own_first: bool = False) -> Iterator[None]:

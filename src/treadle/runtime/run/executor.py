@@ -25,19 +25,20 @@ from typing import NoReturn, TypeAlias
 import numpy as np
 
 from treadle.dist.channel import Channel
-from treadle.dist.device import GpuLateError, LateError
+from treadle.dist.device import GpuLateError, LateError, StreamDevice
 from treadle.dist.errors import CommunicatorError
 from treadle.dist.groups import Group
 from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.program import Ints, Lane, Longs, Op
 from treadle.profiles.work_names import pp_name
 from treadle.runtime.faults.guard import Guard
+from treadle.runtime.faults.progress.device_progress import DeviceProgress
 from treadle.runtime.faults.progress.rank_progress import ObservedWait, OpTable, RankProgress
 from treadle.runtime.faults.progress.wait_target import ALL, NOBODY
 from treadle.runtime.model.exchange import EpGroupModule, ExchangeError
 from treadle.runtime.run.handlers import HANDLERS, Handler, maker_of
-from treadle.runtime.run.instructions import Instruction, drains, in_parts, post_early
-from treadle.runtime.run.lanes import Lanes
+from treadle.runtime.run.instructions import Instruction, drains, in_parts, post_early, wait_target
+from treadle.runtime.run.lanes import Lanes, SerialLanes, StreamLanes
 from treadle.runtime.run.own_error import blame
 from treadle.runtime.run.ranges import is_profiled, labelled, leave
 from treadle.runtime.run.rank_program import RankProgram
@@ -83,6 +84,7 @@ class Executor:
         self._rows = _table(part, self.own, lanes)
         self._after_forward = _after_forward(part, self.own, self._rows)
         self._drains = drains(part, self.own)
+        self._targets = [wait_target(part, op) for op in self.own]
         self._lists: dict[tuple[bool, bool], list[Instruction]] = {}
         self._known = False
         self._progress: RankProgress | None = None
@@ -112,10 +114,12 @@ class Executor:
                 launch(lane, at, run, after)
             if progress is not None:
                 progress.want_all()
-            lanes.finish()
+                lanes.finish()
             for current in self._drains:
                 slots[0], slots[1] = current.op, current.peer
-                current.run()
+                self._drain(current)
+            if progress is None:
+                lanes.finish()  # a device waits there for what its channels have drained, too
             guard.refuse_void()
         except Exception as error:
             self._blame(guard, error, current)
@@ -123,6 +127,16 @@ class Executor:
         if unseen:
             start, end = lanes.times()
             leave([(self._names[at], start[at], end[at]) for at in unseen])
+
+    def _drain(self, drain: Instruction) -> None:
+        """Wait for what has not left a channel; on a device, its stream that computes waits."""
+        on_device = _on_device(self.lanes)
+        if on_device is None or on_device.progress is None:
+            drain.run()
+        else:
+            on_device.progress.begin(OWN_LANE, drain.at)
+            drain.run()
+            on_device.progress.end(OWN_LANE, drain.at)
 
     def forget_shapes(self) -> None:
         """The next step finds out shapes again, and so launches its ops in order."""
@@ -148,7 +162,7 @@ class Executor:
         make = self._make[differ]
         if make not in self._made:
             self._made[make] = made = make(self._lane_names, self.own)
-            if made.ahead:
+            if made.ahead or _on_device(made) is not None:
                 self._waits = ObservedWait.of(_talkers(self._part))
         return self._made[make]
 
@@ -177,12 +191,20 @@ class Executor:
     # -- what other ranks see ------------------------------------------------------------------------------------------
 
     def _begin(self, guard: Guard, *, differ: bool) -> RankProgress | None:
-        """Begin a step. Return its progress, where lanes are threads: else the op that is launched is shown."""
-        self._progress = None
+        """Begin a step. Return its progress, where lanes are threads: else the op that is launched is shown.
+
+        On a device that op is replaced by the one that its streams are at whenever the host waits for them.
+        """
+        self._progress = guard.device_progress = None
         if self.lanes.ahead:
             self._progress = RankProgress(replace(self._rows, after=self._after(self._known, differ)), guard.slots)
+        on_device = _on_device(self.lanes)
+        if on_device is not None:
+            assert isinstance(on_device.device, StreamDevice)
+            guard.device_progress = DeviceProgress(self._rows, self._targets, guard.slots, on_device.device)
+            on_device.progress = guard.device_progress
         for wait in self._waits:
-            wait.step = self._progress
+            wait.step = self._progress or guard.device_progress
         self.lanes.begin()
         return self._progress
 
@@ -216,11 +238,20 @@ class Executor:
             peer = ALL
         if self._progress is not None:
             self._progress.over()
-        if on_device or not waited_here:
+        if on_device and guard.device_progress is not None:
+            guard.device_progress.look()
+        elif not waited_here:
             guard.slots[0], guard.slots[1] = op.index, peer
         if self._progress is not None and peer != NOBODY:
             self._progress.suspect_itself()
         blame(guard, error, op, peer, self.own, self._part.global_rank(self._part.pp_rank))
+
+
+def _on_device(lanes: Lanes) -> StreamLanes | SerialLanes | None:
+    """Return lanes on the streams of a device, None for others."""
+    if isinstance(lanes, (StreamLanes, SerialLanes)) and isinstance(lanes.device, StreamDevice):
+        return lanes
+    return None
 
 
 def _table(part: RankProgram, own: Sequence[Op], lanes: Sequence[Lane]) -> OpTable:

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.program import Op, Program
-from treadle.runtime.faults.progress.wait_target import ALIKE, NOBODY, TIED
+from treadle.runtime.faults.progress.wait_target import ALIKE, EXPERTS, NOBODY, TIED
 from treadle.runtime.run.handlers import OpCalls
 from treadle.runtime.run.rank_program import RankProgram
 
-_COLLECTIVES = {LaneKind.DP: ALIKE, LaneKind.TIED: TIED}
+_COLLECTIVES = {LaneKind.DP: ALIKE, LaneKind.TIED: TIED, LaneKind.EP: EXPERTS}
 """The ranks that the ops of these lanes wait for."""
 
 
@@ -40,7 +40,7 @@ def in_parts(part: RankProgram, own: Sequence[Op], calls: Sequence[OpCalls]) -> 
     last: list[Instruction] = []
     arrivals: dict[int, Instruction] = {}
     for at, (op, (launch, finish, prepare)) in enumerate(zip(own, calls, strict=True)):
-        peer = _peer(part, op)
+        peer = wait_target(part, op)
         if peer == NOBODY:
             made += [arrivals.pop(needed) for needed in part.program.deps(op.index) if needed in arrivals]
         if prepare is not None:
@@ -57,10 +57,12 @@ def in_parts(part: RankProgram, own: Sequence[Op], calls: Sequence[OpCalls]) -> 
 def drains(part: RankProgram, own: Sequence[Op]) -> list[Instruction]:
     """Return the waits, at the end of a step, for what has not left a channel."""
     ends = [(at, op) for at, op in enumerate(own) if op.kind.is_send and op.index + 1 in part.program.lane_ptr]
-    return [Instruction(op.index, at, 0, part.outgoing[op.lane.peer].drain, (), _peer(part, op)) for at, op in ends]
+    channels = part.outgoing
+    return [Instruction(op.index, at, 0, channels[op.lane.peer].drain, (), wait_target(part, op)) for at, op in ends]
 
 
-def _peer(part: RankProgram, op: Op) -> int:
+def wait_target(part: RankProgram, op: Op) -> int:
+    """Return the ranks that an op waits for where it waits, NOBODY if it only computes."""
     if op.kind.is_recv or op.kind.is_send:
         return part.global_rank(op.lane.peer)
     return _COLLECTIVES.get(op.lane.kind, NOBODY)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -148,12 +148,20 @@ class RankProgress:
         return next((other for other in rows.after[at] if not self._ended[other]), None)
 
 
+class StepWaits(Protocol):
+    """The progress of a step that takes where an op waits."""
+
+    def wait(self, begins: bool) -> None:
+        """The op of this thread begins (or ends) a wait for other ranks."""
+        ...
+
+
 class ObservedWait:
     """A communicator's wait that notes its begin and end in the progress of the current step."""
 
     def __init__(self, wait: Wait) -> None:
         self._wait = wait
-        self.step: RankProgress | None = None
+        self.step: StepWaits | None = None
 
     @classmethod
     def of(cls, waiting: Iterable[Group | Channel]) -> list[ObservedWait]:

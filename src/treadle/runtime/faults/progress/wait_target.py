@@ -11,6 +11,6 @@ def waits_for_group(index: int) -> int:
     return -2 - index
 
 
-ALIKE, ALL, TIED = map(waits_for_group, range(3))
+ALIKE, ALL, TIED, EXPERTS = map(waits_for_group, range(4))
 """ALIKE: the ranks with the same parameters, as a reduction waits for. TIED: those that share one of this rank's
-parameters. ALL: these, the pipe and the expert group."""
+parameters. EXPERTS: the expert group. ALL: these and the pipe."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from treadle.dist.device import Device, StreamDevice
+from treadle.runtime.faults.progress.device_progress import DeviceProgress
 from treadle.runtime.run.lanes.lane import Run, in_ns
 
 
@@ -27,6 +28,7 @@ class SerialLanes:
         self._start: list[Any] = [None] * self._num_ops
         self._end: list[Any] = [None] * self._num_ops
         self.failed: int | None = None
+        self.progress: DeviceProgress | None = None
 
     def begin(self) -> None:
         """Starts a step: nothing has run."""
@@ -42,8 +44,12 @@ class SerialLanes:
             self._name(self._named[op])
         if self._start[op] is None:
             self._start[op] = self._last
+        if self.progress is not None:
+            self.progress.begin(0, op, self._last)
         run()
         self._last = self._end[op] = self._now()
+        if self.progress is not None:
+            self.progress.end(0, op, self._last)
         self.failed = None
 
     def finish(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from treadle.dist.device import StreamDevice
 from treadle.dist.streams import DeviceEvent
+from treadle.runtime.faults.progress.device_progress import DeviceProgress
 from treadle.runtime.run.lanes.lane import Run, in_ns
 
 RUN_AHEAD = 64
@@ -22,6 +23,7 @@ class StreamLanes:
     def __init__(self, lanes: Sequence[str], ops: Sequence[str], device: StreamDevice) -> None:
         self.device, self._ops = device, ops
         self._others = [device.stream(name) for name in lanes[1:]]
+        self.progress: DeviceProgress | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -44,11 +46,15 @@ class StreamLanes:
             assert event is not None, f"op {op} is launched before op {other}, which it waits for"
             stream.wait_event(event)
         with streams.on(stream):
-            self._start[op] = self.device.now()
+            self._start[op] = start = self.device.now()
+            if self.progress is not None:
+                self.progress.begin(lane, op, start)
             self.failed = op
             run()
             self.failed = None
             self._end[op] = end = self.device.now()
+            if self.progress is not None:
+                self.progress.end(lane, op, end)
         if lane == 0:
             self._launched.append(end)
             if len(self._launched) > RUN_AHEAD:
