@@ -13,6 +13,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.support.cases import refusal
 from tests.support.ranks import check, run_ranks
@@ -63,6 +64,19 @@ def test_a_rank_that_is_lost_while_a_run_is_made_is_one_line(tmp_path: Path) -> 
     (line,) = [each for each in first.stderr.splitlines() if not each.startswith("[rank")]
     assert line.startswith("error: rank 0: ")
     assert "rank 1" in line
+
+
+def run_in_a_world_of_a_device(output: Path) -> int:
+    """The trainer in a world that has no backend for the CPU, as init_process_group("nccl") makes it."""
+    dist.init_process_group("cuda:gloo")
+    run = Trainer(tiny(output, training={"steps": 2}, parallel={"dp": 2}))
+    run.run()
+    run.close()
+    return run.step
+
+
+def test_a_run_takes_a_world_without_a_backend_for_the_cpu(tmp_path: Path) -> None:
+    assert check(run_under_torchrun(2, run_in_a_world_of_a_device, tmp_path)) == [2, 2]
 
 
 def run_on_a_full_disk(rank: int, output: Path) -> tuple[str, str]:

@@ -11,7 +11,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from treadle.api.load_save import save_trace
@@ -364,7 +363,9 @@ class Trainer:
         """Return whether any rank is to stop, and the most memory of any rank."""
         both = torch.tensor([int(stop), peak_bytes(self.world.device)])
         with self.pipe.together("the agreement on the next step"):
-            dist.all_reduce(both, dist.ReduceOp.MAX)
+            self.pipe.groups.pp_group.all_reduce(both, largest=True)  # the world may have no backend for the CPU
+            if self.pipe.groups.replica_group is not None:
+                self.pipe.groups.replica_group.all_reduce(both, largest=True)
         return bool(both[0]), int(both[1])
 
     def _tell(self, facts: StepFacts, peak: int) -> StepFacts:

@@ -117,6 +117,22 @@ class ResidualReadTwice(ExpertChoice):
         return self.combine(made, h, gates, token) + own / 2  # own has a gradient of its own memory
 
 
+class LossesOnTwoLanes(ExpertChoice):
+    """An ExpertChoice with a further loss on each lane: the scale of one is not the other lane's to read."""
+
+    def segments(self) -> list[Segment]:
+        attn, dispatch, mlp, _ = super().segments()
+        combine = exchange("combine", self.combined, reads="made h gates token", writes="x aux_loss")
+        return [attn, dispatch, mlp, combine, compute("attn", self.after, reads="x", writes="x aux_loss")]
+
+    def combined(self, made: Tensor, h: Tensor, gates: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.combine(made, h, gates, token)
+        return x, x.square().mean()
+
+    def after(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x.square().mean()
+
+
 def run_padded(rank: int, layer: type[ExpertChoice]) -> CheckReport:
     mesh = init_device_mesh(DEVICE_TYPE, (2, 1, EP), mesh_dim_names=("pp", "dp", "ep"))
     schedule = treadle.generate("interleaved-overlap", pp=2, microbatches=4)
@@ -133,7 +149,7 @@ def run_padded(rank: int, layer: type[ExpertChoice]) -> CheckReport:
     return report
 
 
-@pytest.mark.parametrize("layer", [ExpertChoice, ResidualReadTwice])
+@pytest.mark.parametrize("layer", [ExpertChoice, ResidualReadTwice, LossesOnTwoLanes])
 def test_a_layer_of_ones_own_without_counts_never_waits(layer: type[ExpertChoice]) -> None:
     for report in check(run_ranks(2 * EP, run_padded, layer)):
         assert report.clean, report

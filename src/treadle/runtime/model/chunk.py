@@ -48,12 +48,12 @@ class Chunk:
         self.input_flags: Flags | None = None
         """For which inputs this stage sends gradients, once it has told the stage before."""
         self._microbatches: dict[int, Microbatch] = {}
-        self._scales: dict[tuple[torch.dtype, bool], Tensor] = {}
+        self._scales: dict[bool, Tensor] = {}
 
     def begin_step(self, scale: Tensor, aux_scale: Tensor) -> None:
         """Forgets what a step that failed may have left; gradients of losses start at `scale` and `aux_scale`."""
         self._microbatches = {}
-        self._scales = {(scale.dtype, False): scale, (scale.dtype, True): aux_scale}
+        self._scales = {False: scale, True: aux_scale}
 
     def check_side(self, side: Side) -> None:
         """Raises ValueError if a side value that this stage cannot do without is not there."""
@@ -106,13 +106,11 @@ class Chunk:
         return boundary
 
     def scale_of(self, own: OwnLoss) -> Tensor:
-        """A loss's scale in its precision. Each is rounded from float64: losses of a step may differ in type.
+        """Return a loss's scale in its precision, rounded from float64 on the lane that asks.
 
-        Lanes' threads may ask at once; the first to put its tensor in is the one that all of them get.
+        Another lane's would have to be waited for.
         """
-        scales, key = self._scales, (own.loss.dtype, own.aux)
-        made = scales.get(key)
-        return made if made is not None else scales.setdefault(key, scales[torch.float64, own.aux].to(own.loss.dtype))
+        return self._scales[own.aux].to(own.loss.dtype)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,8 @@ def generator_of(device: torch.device) -> torch.Generator:
     """Returns the generator that random ops on this device use by default."""
     if device.type in ("cpu", "meta"):
         return torch.default_generator
-    made: torch.Generator = torch.get_device_module(device).default_generators[device.index or 0]
+    index = device.index if device.index is not None else torch.accelerator.current_device_index()
+    made: torch.Generator = torch.get_device_module(device).default_generators[index]
     return made
 
 
