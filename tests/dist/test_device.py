@@ -42,7 +42,7 @@ def test_a_device_that_is_not_there_is_told_at_once() -> None:
     )
     assert done.returncode != 0
     assert "TREADLE_TEST_DEVICE=tpu: " in done.stdout
-    assert "give cpu or cuda" in done.stdout
+    assert "give cpu, cuda or sim" in done.stdout
 
 
 # -- lateness, by a device double and a clock of its own ---------------------------------------------------------------

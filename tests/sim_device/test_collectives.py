@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,10 +76,10 @@ def waits_with_the_stream(rank: int) -> None:
     event = event_here()
     assert not event.query()  # the host ran ahead
     assert x.tolist() == [3.0] * 4
-    for number in range(8):  # one after the other, whichever of them ends with its receive
+    for number in range(8):  # half of them end with their receive
         sent, came = torch.full((3,), float(number)), torch.empty(3)
-        works = [group.send([sent], 1 - rank, 0), group.recv([came], 1 - rank, 0)]
-        works = works if rank == 0 else works[::-1]
+        launches = [partial(group.send, [sent]), partial(group.recv, [came])]
+        works = [launch(1 - rank, 0) for launch in (launches if rank == 0 else launches[::-1])]
         del sent
         for work in works:
             work.wait()

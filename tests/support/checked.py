@@ -13,6 +13,7 @@ from tests.support import fuzz_models
 from tests.support.fuzz import Life, Runner, off_by
 from tests.support.fuzz_models import MOST_DIFFERENCE, Config, make_batch, make_model, own_part, run_whole
 from tests.support.patience import PATIENT_S
+from tests.support.planted import apply
 from tests.support.ranks import check, run_ranks
 from tests.support.sync_classes import op_kind
 from treadle.runtime.checker import StreamFinding, check_streams, order_findings
@@ -89,6 +90,12 @@ def run_checked(rank: int, config: Config, recomputed: bool, with_log: bool) -> 
         finding.rank = rank
     log = checker.log if with_log else []
     return CheckedRank(report.findings, waits, collectives, wrong, log, checker.streams)
+
+
+def run_planted(rank: int, plant: str, config: Config) -> CheckedRank:
+    """The same with a mistake planted first."""
+    apply(plant)
+    return run_checked(rank, config, recomputed=False, with_log=False)
 
 
 def check_pipeline(config: Config, *, recomputed: bool = False, with_log: bool = False) -> list[CheckedRank]:

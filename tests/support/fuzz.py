@@ -56,8 +56,9 @@ from tests.support.fuzz_models import (
     run_whole,
     whole_name,
 )
-from tests.support.planted import PLANTS, apply
+from tests.support.planted import ALL, apply
 from tests.support.ranks import Outcome, run_ranks
+from treadle import sim_device
 from treadle.models.views import NamedView
 from treadle.train.optim import OptimizerConfig, ShardedOptimizer
 
@@ -252,8 +253,10 @@ def live(rank: int, life: Life) -> Record:
             wanted = references.of(number, step)
             with delays.armed(f"{life.name(step)}/{rank}"):
                 time.sleep(rng.choice((0.0, 0.0, rng.uniform(0.0, 0.05))))
+                pageable_copies()
                 got = runner.step(number)
-            wrong = [Finding(life, step, rank, what) for what in differences(life.config, got, wanted)]
+            seen = [*differences(life.config, got, wanted), *pageable_copies()]
+            wrong = [Finding(life, step, rank, what) for what in seen]
             record.findings += wrong
             record.num_draws += 1
             if life.stop and _anywhere(bool(wrong)):
@@ -269,9 +272,15 @@ def live(rank: int, life: Life) -> Record:
     return record
 
 
+def pageable_copies() -> list[str]:
+    """Copies since the last call that held the host, on a device that counts them."""
+    waits = sim_device.take_waits() if sim_device.is_loaded() else {}
+    return [f"{times} times {what}" for what, times in waits.items() if "pageable" in what]
+
+
 def _anywhere(wrong: bool) -> bool:
     """Has any rank found something."""
-    flag = torch.tensor(int(wrong))
+    flag = torch.tensor(int(wrong), device="cpu")
     dist.all_reduce(flag)
     return bool(flag)
 
@@ -371,6 +380,7 @@ def fuzz(args: Namespace) -> dict[str, object]:
     """Runs all draws; what the last line says."""
     begun, num_draws, failed, told = time.monotonic(), 0, set[str](), 0
     first: int | None = None
+    how = ""
     for life, record in run_all(lives(args), args.jobs):
         num_draws += record.num_draws
         steps = sorted({finding.step for finding in record.findings})
@@ -378,6 +388,7 @@ def fuzz(args: Namespace) -> dict[str, object]:
         if steps:
             first = min(first if first is not None else args.draws, life.number * args.steps + steps[0] + 1)
         for finding in record.findings[:3]:
+            how = how or finding.what.partition("\n")[0]
             _tell(f"FAILED {finding}")
         if steps:
             _tell(f"  again: {command(args, life, steps[0])}")
@@ -390,6 +401,7 @@ def fuzz(args: Namespace) -> dict[str, object]:
         "draws": num_draws,
         "failures": len(failed),
         "first": first,
+        "how": how,
         "seeds": sorted(failed)[:20],
         "seconds": round(time.monotonic() - begun, 1),
     }
@@ -411,13 +423,14 @@ def repeat(args: Namespace) -> dict[str, object]:
     return {"draws": num_draws, "failures": failures, "seconds": round(time.monotonic() - begun, 1)}
 
 
-def find(plant: str, only: str, draws: int, seed: int = 0) -> dict[str, object]:
+def find(plant: str, only: str, draws: int, seed: int = 0, deadline_s: float = 60.0) -> dict[str, object]:
     """Runs draws with a race planted until one fails, in dtypes whose rounding is small; what the last line says.
 
     One pipeline at a time: a second beside it would run to its end after the first has failed.
     """
     only = f"dtype=float32|float64,aux=none,{only}"
     more = ["--plant", plant, "--only", only, "--draws", str(draws), "--seed", str(seed), "--steps", "10", "--stop"]
+    more += ["--deadline", str(deadline_s)]
     return fuzz(parser().parse_args([*more, "--jobs", "1"]))
 
 
@@ -442,7 +455,7 @@ def parser() -> ArgumentParser:
     made.add_argument("--jobs", type=int, default=2, help="pipelines at once")
     made.add_argument("--deadline", type=float, default=60.0, help="seconds a rank waits for another")
     made.add_argument("--stop", action="store_true", help="at the first failure")
-    made.add_argument("--plant", choices=PLANTS, help="a race that is planted first")
+    made.add_argument("--plant", choices=ALL, help="a race that is planted first")
     made.add_argument("--part", default="0/1", help="1/3: of three parts of the draws, the second")
     made.add_argument("--repeat", help="the seed of a draw that failed")
     made.add_argument("--times", type=int, default=10, help="how often --repeat does")

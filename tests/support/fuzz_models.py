@@ -22,7 +22,7 @@ from tests.support.devices import DEVICE_TYPE
 from tests.support.experts import named_parts, of_part
 from tests.support.oracle import SIZES, VOCAB, Block, Embed
 from treadle.moe import MoELayer
-from treadle.runtime.model.seeding import layer_seed, seed_layer, step_seed
+from treadle.runtime.model.seeding import generator_of, layer_seed, seed_layer, step_seed
 from treadle.runtime.model.segments import COMPUTE, Segment, compute, reference_forward
 from treadle.schedules import SCHEDULES
 
@@ -291,10 +291,10 @@ def whole_name(name: str, config: Config, ep_rank: int) -> str:
 
 def make_batch(config: Config, number: int, replica: int) -> tuple[list[Tensor], list[Tensor]]:
     """Tokens and classes, by micro-batch."""
-    generator = torch.Generator().manual_seed(1000 * number + replica)
+    generator, device = torch.Generator("cpu").manual_seed(1000 * number + replica), torch.get_default_device()
     shape = (config.num_mb, SAMPLES, max(LENGTHS) if config.unequal else TOKENS)
-    tokens = list(torch.randint(0, VOCAB, shape, generator=generator))
-    classes = list(torch.randint(0, config.num_classes, shape, generator=generator))
+    tokens = list(torch.randint(0, VOCAB, shape, generator=generator, device="cpu").to(device))
+    classes = list(torch.randint(0, config.num_classes, shape, generator=generator, device="cpu").to(device))
     if config.unequal:
         for mb in range(config.num_mb):
             length = LENGTHS[(mb + 2 * replica + 3 * number) % len(LENGTHS)]
@@ -346,7 +346,7 @@ def _forward(config: Config, model: list[nn.Sequential], x: Any, target: Tensor,
             seed_layer(torch.get_default_device(), SEED, step, mb, at, len(numbered))
         elif isinstance(child, Head):  # draws as a part of the last layer, behind those that compute
             seed = layer_seed(step_seed(SEED, step), mb, at, len(numbered)) + (len(COMPUTE) + 1 << 48)
-            torch.default_generator.manual_seed(seed & (1 << 63) - 1)
+            generator_of(torch.get_default_device()).manual_seed(seed & (1 << 63) - 1)
         if isinstance(child, Layer):
             x, loss = child.with_loss(x)
             own.append(loss)

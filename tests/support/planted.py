@@ -1,6 +1,11 @@
 """Races planted into the runtime, which the fuzzer has to find.
 
     python -m tests.support.planted [NAME ...] [--draws 200]
+    TREADLE_TEST_DEVICE=sim python -m tests.support.planted [NAME ...] --streams
+    python -m tests.support.planted [NAME ...] --streams
+
+The second plants mistakes that only a device shows (`stream_plants.py`) and draws steps on the device of threads; the
+third runs one step of the same pipelines under the stream checker.
 
 A plant is a few replacements in the text of one module, each of which must match exactly once: a line that has moved
 fails here rather than be no plant any more. The changed text is compiled, and the functions of the imported module
@@ -14,21 +19,12 @@ import json
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
-
-@dataclass(frozen=True)
-class Plant:
-    """A mistake, where it is made, and the draws that meet it soonest."""
-
-    about: str
-    module: str
-    replacements: tuple[tuple[str, str], ...]
-    only: str
-
+from tests.support.plant import Plant
+from tests.support.stream_plants import STREAM_PLANTS
 
 PLANTS = {
     "event-before-work": Plant(
@@ -193,9 +189,15 @@ PLANTS = {
 }
 
 
+ALL = PLANTS | STREAM_PLANTS
+
+HANGS_S = 15.0
+"""How long a rank of a pipeline on the device waits for another, where a plant may hang it."""
+
+
 def apply(name: str) -> None:
     """Plants it in this process."""
-    plant = PLANTS[name]
+    plant = ALL[name]
     module = import_module(plant.module)
     assert module.__file__ is not None
     code = compile(changed(plant, Path(module.__file__).read_text()), module.__file__, "exec")
@@ -234,22 +236,53 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
                 yield plain
 
 
+def find_on_device(name: str, draws: int, seed: int) -> dict[str, object]:
+    """Draw steps on the device until one is wrong, raises or hangs; `how` is the first finding."""
+    from tests.support import fuzz
+
+    said = fuzz.find(name, ALL[name].only, draws, seed, deadline_s=HANGS_S)
+    return {"found": bool(said["failures"]), "how": said["how"], "draws": said["draws"]}
+
+
+def find_by_checker(name: str, draws: int, seed: int) -> dict[str, object]:
+    """Run a step under the stream checker on CPUs; `how` is the kind of its first finding."""
+    from tests.support import checked, fuzz
+    from tests.support.ranks import run_ranks
+
+    args = fuzz.parser().parse_args(
+        ["--only", f"dtype=float64,aux=none,{ALL[name].only}", "--draws", "1", "--seed", str(seed)]
+    )
+    (life,) = fuzz.lives(args)
+    outcomes = run_ranks(life.config.world, checked.run_planted, name, life.config, new=True)
+    how = [str(outcome).splitlines()[-1] for outcome in outcomes if outcome.value is None]
+    for rank in (outcome.value for outcome in outcomes if outcome.value is not None):
+        how += [finding.kind.value for finding in rank.findings] + rank.wrong
+    return {"found": bool(how), "how": how[0] if how else "", "draws": 1}
+
+
 def main() -> int:
     """Runs the command: a line of JSON a plant, and exits with 1 where one is not found."""
     parser = ArgumentParser(description="Which planted races does the fuzzer find, and at which draw.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PLANTS)}; all if none is given")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ALL)}; all if none is given")
     parser.add_argument("--draws", type=int, default=200, help="at most, for each")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--streams", action="store_true", help="those that only a device shows")
     args = parser.parse_args()
-    unknown = [name for name in args.names if name not in PLANTS]
-    if unknown:
-        parser.error(f"there is no plant {unknown[0]!r}; there are {', '.join(PLANTS)}")
-    from tests.support import fuzz
+    from tests.support import devices, fuzz
 
+    known = STREAM_PLANTS if args.streams else PLANTS
+    unknown = [name for name in args.names if name not in known]
+    if unknown:
+        parser.error(f"there is no plant {unknown[0]!r}; there are {', '.join(known)}")
     missed = 0
-    for name in args.names or PLANTS:
-        said = fuzz.find(name, PLANTS[name].only, args.draws, args.seed)
-        missed += not said["failures"]
+    for name in args.names or known:
+        if not args.streams:
+            said = fuzz.find(name, PLANTS[name].only, args.draws, args.seed)
+            missed += not said["failures"]
+        else:
+            find = find_by_checker if devices.DEVICE_TYPE == "cpu" else find_on_device
+            said = find(name, args.draws, args.seed)
+            missed += not said["found"]
         print(json.dumps({"plant": name, **said}), flush=True)  # noqa: T201 - a command
     return 1 if missed else 0
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from treadle import sim_device
 from treadle.ir.ops import OpKind
 from treadle.ir.trace import Trace
-from treadle.selfcheck.check_report import FailedError, Passed
+from treadle.selfcheck.check_report import FailedError, Passed, SkippedError
 from treadle.selfcheck.ranks import run_ranks
 from treadle.selfcheck.setup import Setup
 from treadle.simulator.waiting import shortest
@@ -35,6 +36,8 @@ ADVICE = "do not update engines from this machine; report it with this file"
 
 def check_update(setup: Setup) -> Passed:
     """Update two workers three times: pipeline stages into tensor parallelism."""
+    if setup.kind == sim_device.NAME:
+        raise SkippedError("processes share memory of cpu and cuda alone; give --device cpu")
     place = Path(tempfile.mkdtemp(prefix="treadle-selfcheck-"))
     try:
         told = run_ranks(setup, 2, update_rank, place, beside=serve)[0]

@@ -101,7 +101,6 @@ def _rank_main(setup: Setup, rank: int, world: int, port: int, task: bytes, ther
 
     _begin()
     try:
-        setup.load_device()
         run, args = pickle.loads(task)
         if setup.kind != "cpu":
             torch.accelerator.set_device_index(rank)

@@ -33,17 +33,17 @@ class Setup:
     def __post_init__(self) -> None:
         if self.num_ranks < 2:
             raise ValueError(f"ranks are 2 or more, as a pipeline of one sends nothing, got {self.num_ranks}")
-        self.load_device()
+        if self.device_type == sim_device.NAME:
+            sim_device.load(num_devices=max(8, self.num_ranks), delay_us=SIM_LATE_US)
         if self.kind != "cpu" and (self.accelerator is None or self.accelerator.type != self.kind):
             here = self.accelerator.type if self.accelerator is not None else "none"
             raise ValueError(
                 f"device {self.kind!r} is not here (accelerator: {here}); give cpu or sim, or leave it out"
             )
 
-    def load_device(self) -> None:
-        """Give this process the device of threads, where the checks run on it."""
-        if self.device_type == sim_device.NAME:
-            sim_device.load(num_devices=max(8, self.num_ranks), delay_us=SIM_LATE_US)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make it again in the other process, which then has the device, too."""
+        return Setup, (self.num_ranks, self.quick, self.device_type, self.deadline_s)
 
     @cached_property
     def accelerator(self) -> torch.device | None:

@@ -97,7 +97,7 @@ def _device_module(extension: Any) -> types.ModuleType:
     module.device_count = extension.device_count
     module.current_device = extension.current_device
     module.set_device = lambda device: extension.set_device(_index(device))
-    module.device = torch.accelerator.device_index
+    module.device = lambda device: torch.accelerator.device_index(_index(device))
     module.synchronize = torch.accelerator.synchronize
     module.current_stream = torch.accelerator.current_stream
     module.Stream, module.Event = torch.Stream, torch.Event

@@ -60,10 +60,15 @@ class Pace {
   }
 
  private:
-  static constexpr int kLongestStretch = 48;
+  static constexpr int kLongestStretch = 16;
   std::mt19937_64 draw_;
   int left_ = 0;
   bool slow_ = false;
+};
+
+// What the CPU's kernel warns of is about how the device calls it.
+class NoWarnings final : public c10::WarningHandler {
+  void process(const c10::Warning&) override {}
 };
 
 class StreamThread {
@@ -101,6 +106,8 @@ class StreamThread {
 
   void run() {
     at::set_num_threads(1);
+    NoWarnings none;
+    c10::WarningUtils::set_warning_handler(&none);
     for (;;) {
       Task task = next();
       if (task.paced) std::this_thread::sleep_for(pace_.next());
