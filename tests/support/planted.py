@@ -5,7 +5,7 @@
     python -m tests.support.planted [NAME ...] --streams
 
 The second plants mistakes that only a device shows (`stream_plants.py`) and draws steps on the device of threads; the
-third runs one step of the same pipelines under the stream checker.
+third runs one step of the same pipelines under the stream checker. `--table` prints both outputs as a table.
 
 A plant is a few replacements in the text of one module, each of which must match exactly once: a line that has moved
 fails here rather than be no plant any more. The changed text is compiled, and the functions of the imported module
@@ -16,12 +16,14 @@ be imported anew.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
+from typing import Any
 
 from tests.support.plant import Plant
 from tests.support.stream_plants import STREAM_PLANTS
@@ -260,6 +262,31 @@ def find_by_checker(name: str, draws: int, seed: int) -> dict[str, object]:
     return {"found": bool(how), "how": how[0] if how else "", "draws": 1}
 
 
+def table(on_device: Path, by_checker: Path) -> Iterator[str]:
+    """Lines of Markdown, a row for each mistake in both outputs of `--streams`."""
+    both = [
+        {said["plant"]: said for said in map(json.loads, path.read_text().splitlines())}
+        for path in (on_device, by_checker)
+    ]
+    yield "| mistake | on `sim` | under the stream checker |"
+    yield "|---|---|---|"
+    for name in both[0]:
+        if name in both[1]:
+            yield f"| {STREAM_PLANTS[name].about} | {' | '.join(sight(part[name]) for part in both)} |"
+
+
+def sight(said: dict[str, Any]) -> str:
+    """How a mistake shows."""
+    how = said["how"]
+    if not said["found"]:
+        return "not found"
+    for part, name in (("nan", "NaN"), ("pageable", "the host waits"), ("is off", "wrong numbers")):
+        if part in how:
+            return name
+    raised = re.findall(r"\w+Error", how)
+    return f"`{raised[-1]}`" if raised else "wrong numbers" if "the loss is" in how else f"finding: {how}"
+
+
 def main() -> int:
     """Runs the command: a line of JSON a plant, and exits with 1 where one is not found."""
     parser = ArgumentParser(description="Which planted races does the fuzzer find, and at which draw.")
@@ -267,7 +294,13 @@ def main() -> int:
     parser.add_argument("--draws", type=int, default=200, help="at most, for each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--streams", action="store_true", help="those that only a device shows")
+    parser.add_argument(
+        "--table", nargs=2, type=Path, metavar="FILE", help="of two outputs, of the device and the checker"
+    )
     args = parser.parse_args()
+    if args.table:
+        print(*table(*args.table), sep="\n")  # noqa: T201 - a command
+        return 0
     from tests.support import devices, fuzz
 
     known = STREAM_PLANTS if args.streams else PLANTS

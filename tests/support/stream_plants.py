@@ -74,6 +74,7 @@ STREAM_PLANTS = {
         LANES,
         "stream.wait_stream(current)",
         "pass",
+        SHARDED,
     ),
     "lanes-do-not-wait-for-ops": _line(
         "a lane does not wait for the ops of other lanes",

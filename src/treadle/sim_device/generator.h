@@ -9,8 +9,11 @@ namespace sim {
 const at::Generator& default_generator(c10::DeviceIndex);
 at::Generator new_generator(c10::DeviceIndex);
 
-// Returns the CPU's generator for one kernel. As Philox does, it depends on the seed and on how many numbers were taken
-// before the launch, and not on when the kernel runs (ATen/cuda/CUDAGeneratorImpl.cpp, philox_cuda_state).
+// The CPU's generator in it: numbers that depend on no values are drawn at the launch, and are those of the CPU.
+at::Generator on_host(at::Generator);
+
+// Returns a generator for one kernel, seeded by the next number. As Philox does, it depends on what was drawn before the
+// launch and not on when the kernel runs (ATen/cuda/CUDAGeneratorImpl.cpp, philox_cuda_state).
 at::Generator for_kernel(at::Generator);
 
 }  // namespace sim

@@ -112,15 +112,19 @@ class Call {
   void run() {
     c10::OptionalDeviceGuard guard(device_);
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    bool launched = !returns_number_ && take_generator() && find_shapes();
-    make_cpu_arguments();
-    auto results = launched ? launch_kernel() : run_on_host();
+    auto results = draws_alone() ? draw() : compute();
     torch::jit::drop(*stack_, num_);
     stack_->insert(stack_->end(), results.begin(), results.end());
   }
 
  private:
   static constexpr int kFresh = -1;
+
+  std::vector<IValue> compute() {
+    bool launched = !returns_number_ && take_generator() && find_shapes();
+    make_cpu_arguments();
+    return launched ? launch_kernel() : run_on_host();
+  }
 
   void find_device() {
     std::optional<c10::Device> found;
@@ -161,18 +165,51 @@ class Call {
     }
   }
 
-  // Gives random operators the generator of this launch; false where an operator takes none.
-  bool take_generator() {
-    if (!op_.hasTag(at::Tag::nondeterministic_seeded)) return true;
+  // Whether it fills its one tensor with random numbers that depend on no values.
+  bool draws_alone() const {
+    static const std::set<std::string> names{
+        "aten::normal_", "aten::uniform_", "aten::random_", "aten::random_.from", "aten::random_.to",
+        "aten::bernoulli_.float", "aten::exponential_", "aten::randperm.generator_out"};
+    return names.count(c10::toString(op_.operator_name())) != 0;
+  }
+
+  std::vector<IValue> draw() {
+    Tensor target, drawn;
+    Stack values;
+    for (auto& arg : args_) {
+      auto on_cpu = [&](const Tensor& tensor) {
+        target = tensor;
+        return drawn = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
+      };
+      values.push_back(replaced(arg, on_cpu, at::kCPU));
+    }
+    auto [at, given] = given_generator();
+    values[at] = on_host(given);
+    op_.callBoxed(&values);
+    if (target.sizes() != drawn.sizes()) target.resize_(drawn.sizes());
+    launch(current_stream(device_.index()), [to = as_cpu(target), drawn] { to.copy_(drawn); });
+    return {target};
+  }
+
+  // Returns the place of the generator among the arguments, and the one that is used.
+  std::pair<size_t, at::Generator> given_generator() const {
     auto& arguments = op_.schema().arguments();
     for (size_t at = 0; at < num_; ++at) {
       if (arguments[at].name() != "generator") continue;
       bool given = args_[at].isGenerator() && args_[at].toGenerator().defined();
-      generator_ = {at, for_kernel(given ? args_[at].toGenerator() : default_generator(device_.index()))};
-      args_[at] = IValue();
-      return true;
+      return {at, given ? args_[at].toGenerator() : default_generator(device_.index())};
     }
-    return false;
+    return {num_, {}};
+  }
+
+  // Gives random operators the generator of this launch; false where an operator takes none.
+  bool take_generator() {
+    if (!op_.hasTag(at::Tag::nondeterministic_seeded)) return true;
+    auto [at, given] = given_generator();
+    if (at == num_) return false;
+    generator_ = {at, for_kernel(given)};
+    args_[at] = IValue();
+    return true;
   }
 
   bool needs_shapes() const {
