@@ -119,7 +119,8 @@ def test_the_ranks_of_a_slow_link_are_named() -> None:
     dur[:, link] *= np.where(random.uniform(size=(NUM_STEPS, int(link.sum()))) < 0.4, 200, 1)
     cause = analyse(ran(program, dur)).cause
     assert cause.what == "communication"
-    assert {*cause.sentence.partition("slowest ranks: ")[2].split(", ")} == {"dp 3 rank 1", "dp 3 rank 2"}
+    assert cause.dp == 3
+    assert "messages between ranks 1 and 2 of dp 3 take " in cause.sentence
 
 
 def test_gaps_that_cost_more_than_stragglers_are_the_cause() -> None:
@@ -127,7 +128,7 @@ def test_gaps_that_cost_more_than_stragglers_are_the_cause() -> None:
     assert analyse(steps).cause.what == "communication"
     report = analyse(with_gaps(steps, [1.2, 1.5, 2.0, 2.5, 3.0]))
     assert next(iter(report.shares)) == report.cause.what == "gaps"
-    assert report.cause.recovers == report.shares["gaps"] == pytest.approx(report.gaps)
+    assert report.cause.recovers == report.shares["gaps"] == pytest.approx(report.gaps, abs=0.02)
     assert report.shares["gaps"] > report.shares["communication"] > 0
     assert "host-bound" in report.cause.sentence
     assert "oversubscribed" in report.cause.sentence

@@ -13,16 +13,33 @@ class SlowCauseJson(TypedDict):
 
     what: Annotated[
         str,
-        OneOf(("none", "several", "gaps", "steps", "microbatches", "stage", "worker", "replica", "communication")),
-        "none: S is below 1.05; several: nothing recovers 30 %; gaps and steps: they cost 5 % and more than "
-        "anything else; else what was set to its baseline.",
+        OneOf(
+            (
+                "none",
+                "several",
+                "between",
+                "gaps",
+                "pauses",
+                "steps",
+                "microbatches",
+                "stage",
+                "rank",
+                "stage or rank",
+                "worker",
+                "replica",
+                "communication",
+            )
+        ),
+        "none: nothing costs 5 % of a step; several: nothing recovers 30 % of the time lost to stragglers; stage or "
+        "rank: times alone do not separate the stage's layers from its machine; else what costs a step most.",
     ]
     stage: Annotated[int | None, "The stage."]
     pp: Annotated[int | None, "The worker's rank of the pipeline."]
     dp: Annotated[int | None, "The replica, or the worker's replica."]
     recovers: Annotated[
         float,
-        "The share of the lost time that it recovers; of gaps and steps, their share of the measured step.",
+        "The share of the time lost to stragglers that it recovers, above 1 where a step without it is faster than the "
+        "ideal one; of between, gaps and steps, their share of the measured step.",
     ]
     sentence: Annotated[str, "The cause, and what to do."]
 
@@ -39,7 +56,7 @@ class RunSizeJson(TypedDict):
 class RunTimesJson(TypedDict):
     """The times of a run as they are printed."""
 
-    measured: Annotated[Amount, "From the first start to the last end."]
+    measured: Annotated[Amount, "From the begin of a step to the begin of the next one."]
     shortest: Annotated[Amount, "The shortest step, as measured."]
     longest: Annotated[Amount, "The longest step, as measured."]
     no_gaps: Annotated[Amount, "Simulated with the measured durations: no time between an op and what it waits for."]
@@ -106,14 +123,15 @@ class WhyJson(TypedDict):
     added: Annotated[AddedJson, "The share of the lost time that these alone cause, as measured."]
     recovered: Annotated[
         dict[str, float],
-        "The share of the lost time recovered by one of these at its baseline: microbatches, stage, worker, "
-        "replica, communication.",
+        "The share of the lost time recovered without each of these: microbatches, pauses, stage, rank, worker, "
+        "replica, communication. Above 1 where a step without it is faster than the ideal one.",
     ]
     shares: Annotated[
         dict[str, float],
-        "The share of the measured step that each costs, the largest first: gaps, steps (all as long as the "
-        "median step), and what is set to its baseline.",
+        "The share of the measured step that each costs, the largest first: between (from the end of a step to the "
+        "begin of the next one), gaps, steps (all as long as the median step), and the stragglers.",
     ]
-    gaps: Annotated[float, "The share of the measured time between ops and what they wait for."]
+    between: Annotated[float, "The share of the measured time from the end of a step to the begin of the next one."]
+    gaps: Annotated[float, "The share of a step from begin to end between ops and what they wait for."]
     messages: Annotated[float, "The share of the time without gaps that goes when messages take no time."]
     communication: Annotated[float, "The share of the time without gaps that goes when no communication takes time."]

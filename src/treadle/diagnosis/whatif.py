@@ -103,6 +103,12 @@ class WhatIf:
         found: Bools = np.isin(self.program.kind, MESSAGES)
         return found
 
+    @property
+    def is_collective(self) -> Bools:
+        """`[op]`: does it communicate with other replicas or all ranks."""
+        found: Bools = self.communicates & ~self.is_message
+        return found
+
     @cached_property
     def computes(self) -> Bools:
         """`[op]`: does it compute for a micro-batch."""
@@ -141,6 +147,11 @@ class WhatIf:
     def replica(self) -> Ints:
         """`[op]` -> its replica of the pipeline."""
         return (self._rank % self.program.layout.num_replicas).astype(np.int32)
+
+    @cached_property
+    def worker(self) -> Ints:
+        """`[op]` -> its worker: the rank of the run."""
+        return self._rank.astype(np.int32)
 
     @property
     def _rank(self) -> Ints:

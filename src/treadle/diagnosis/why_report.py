@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from treadle.diagnosis.cause import StragglerCause, Suspects, name_cause, recoveries, step_shares
+from treadle.diagnosis.cause import NO_STRAGGLERS, StragglerCause, name_cause
+from treadle.diagnosis.suspects import Suspects
 from treadle.diagnosis.whatif import WhatIf
 from treadle.ir.program import Bools
 from treadle.ir.show import show_time
@@ -68,6 +69,7 @@ class WhyReport:
     slowest_workers: Recovered
     recovered: dict[str, float]
     shares: dict[str, float]
+    between: float
     gaps: float
     messages: float
     communication: float
@@ -80,7 +82,8 @@ class WhyReport:
         chunks = f"{stages} stages" + (f" on {self.pp} ranks" if stages > self.pp else "")
         steps, replicas = len(self.by_step), f" x {self.dp} replicas" if self.dp > 1 else ""
         return (
-            f"a step takes {show_time(self.clock, self.measured)}{self._range}, "
+            f"a step takes {show_time(self.clock, self.measured)}{self._range} to the begin of the next, "
+            f"{self.between:.1%} of it between steps; "
             f"{show_time(self.clock, self.no_gaps)} without gaps between ops ({self.gaps:.1%}), "
             f"{show_time(self.clock, self.ideal)} with every op at the mean or median of its type; "
             f"waiting for messages {self.messages:.1%}, exposed communication {self.communication:.1%}; "
@@ -120,6 +123,7 @@ class WhyReport:
             "added": {"M_S": self.last_stage.added, "M_W": self.slowest_workers.added},
             "recovered": self.recovered,
             "shares": self.shares,
+            "between": self.between,
             "gaps": self.gaps,
             "messages": self.messages,
             "communication": self.communication,
@@ -141,13 +145,13 @@ def analyse(steps: Steps) -> WhyReport:
     by_place = tuple(whatif.slowdown(whatif.only(whatif.place == place)) for place in range(pp))
     by_dp = tuple(whatif.slowdown(whatif.only(whatif.replica == replica)) for replica in range(dp))
     scores = np.minimum(np.array(by_dp)[:, None], np.array(by_place)[None, :])
-    suspects = Suspects(_slowest(scores), int(np.argmax(by_stage)), int(np.argmax(by_dp)))
+    slowest = _slowest(scores)
     chosen = np.zeros(steps.program.num_ops, bool)
-    for replica, place in suspects.workers:
+    for replica, place in slowest:
         chosen |= (whatif.replica == replica) & (whatif.place == place)
-    recovered = recoveries(whatif, suspects)
-    shares = step_shares(whatif, steps, recovered)
-    took, measured = whatif.no_gaps, steps.makespans
+    suspects = Suspects(steps, whatif)
+    stragglers = [suspect for suspect in suspects.all if suspect.what not in NO_STRAGGLERS]
+    took, measured = whatif.no_gaps, steps.periods
     return WhyReport(
         about=steps.about,
         clock=steps.clock,
@@ -165,15 +169,16 @@ def analyse(steps: Steps) -> WhyReport:
         by_dp=by_dp,
         by_step={number: whatif.slowdown(took[[at]]) for at, number in enumerate(steps.numbers)},
         workers=tuple(tuple(map(float, row)) for row in scores),
-        slowest=suspects.workers,
+        slowest=slowest,
         last_stage=_recovered(whatif, whatif.stage == num_stages - 1),
         slowest_workers=_recovered(whatif, chosen),
-        recovered=recovered,
-        shares=shares,
-        gaps=_lost(measured.mean(), took.mean()),
+        recovered={suspect.what: suspects.recovered(suspect) for suspect in stragglers},
+        shares={suspect.what: suspect.share for suspect in suspects.all},
+        between=_lost(measured.mean(), steps.makespans.mean()),
+        gaps=_lost(steps.makespans.mean(), took.mean()),
         messages=_lost(took.mean(), whatif.free(whatif.is_message).mean()),
         communication=_lost(took.mean(), whatif.free(whatif.communicates).mean()),
-        cause=name_cause(whatif, suspects, recovered, steps, shares),
+        cause=name_cause(suspects),
     )
 
 

@@ -45,6 +45,25 @@ class Steps:
         """Ticks from the first start to the last end of each step."""
         return np.asarray(self.end.max(axis=1) - self.start.min(axis=1), np.int64)
 
+    @cached_property
+    def between(self) -> Longs:
+        """Ticks from the end of each step to the begin of the next one: data loader, optimizer, checkpoint, logging.
+
+        After a step whose successor was not measured, the median of the others; 0 where no two are neighbours.
+        """
+        first, numbers = self.start.min(axis=1), np.array(self.numbers)
+        period = np.diff(first)
+        known = (np.diff(numbers) == 1) & (period > 0)
+        found = np.full(len(numbers), -1, np.int64)
+        found[:-1][known] = np.maximum(period - self.makespans[:-1], 0)[known]
+        usual = int(np.median(found[found >= 0])) if known.any() else 0
+        return np.where(found >= 0, found, usual)
+
+    @property
+    def periods(self) -> Longs:
+        """Ticks from the begin of each step to the begin of the next one."""
+        return np.asarray(self.makespans + self.between, np.int64)
+
     @property
     def typical(self) -> int:
         """The number of the step whose makespan is the median's nearest."""

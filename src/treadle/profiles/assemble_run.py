@@ -39,6 +39,7 @@ def assemble(recording: Recording, blocks: tuple[str, ...] | None = None) -> Imp
             of stages.
 
     """
+    recording = _without_copies(recording)
     if has_parts(recording):
         return assemble_parts(recording)
     size, grid = fill(recording, place_ranks(recording))
@@ -57,6 +58,16 @@ def assemble(recording: Recording, blocks: tuple[str, ...] | None = None) -> Imp
     about = f"measured, {recording.form} profile of {program.num_ranks} ranks"
     steps = Steps(program, times.steps, times.start, times.end, about=about)
     return Imported(recording.form, schedule, not differs, steps, (*recording.remarks, *remarks, *times.remarks))
+
+
+def _without_copies(recording: Recording) -> Recording:
+    ranks = tuple(rank.without_copies() for rank in recording.ranks)
+    copies = tuple(
+        Remark("an event was recorded twice, and counts once", rank.source, len(rank) - len(kept))
+        for rank, kept in zip(recording.ranks, ranks, strict=True)
+        if len(kept) < len(rank)
+    )
+    return replace(recording, ranks=ranks, remarks=(*recording.remarks, *copies))
 
 
 def _program(schedule: Schedule, recording: Recording, dp: int) -> Program:

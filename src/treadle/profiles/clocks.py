@@ -57,11 +57,13 @@ class Order(NamedTuple):
 class Aligned:
     """`offset[step, rank]` is to be added to a rank's times; `uncertainty[rank]` is how far it may be off.
 
-    It is UNBOUNDED where messages go in one direction only: the least offset they allow is taken then.
+    It is UNBOUNDED where messages go in one direction only: the least offset they allow is taken then. `apart` are the
+    groups of ranks whose clocks no message links with that of the first rank.
     """
 
     offset: Longs
     uncertainty: Longs
+    apart: tuple[Ints, ...]
     remarks: tuple[Remark, ...]
 
 
@@ -153,12 +155,13 @@ def align(order: Order, clocks: Sequence[str], num_steps: int) -> Aligned:
         if len(ranks) > 1 and not agree:
             offset[:, ranks], uncertainty[ranks], said = _align_linked(here, ranks, num_steps)
             remarks += said
-    apart = [rank for ranks in linked[1:] for rank in ranks if clocks[rank] != clocks[linked[0][0]]]
+    apart = tuple(ranks for ranks in linked[1:] if {clocks[r] for r in ranks} != {clocks[r] for r in linked[0]})
     if apart:
-        said_apart = f"no message links rank {linked[0][0]} with rank {_listed(apart)}"
-        remarks.append(Remark(f"{said_apart}: their clocks could not be put together"))
+        listed = _listed([int(rank) for ranks in apart for rank in ranks])
+        said_apart = f"no message links rank {linked[0][0]} with rank {listed}"
+        remarks.append(Remark(f"{said_apart}: each step is taken to begin on them together"))
     moved = _told(offset, uncertainty)
-    return Aligned(offset, uncertainty, (*((moved,) if moved else ()), *remarks))
+    return Aligned(offset, uncertainty, apart, (*((moved,) if moved else ()), *remarks))
 
 
 def _align_linked(order: Order, ranks: Ints, num_steps: int) -> tuple[Longs, Longs, list[Remark]]:

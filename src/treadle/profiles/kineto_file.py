@@ -69,6 +69,8 @@ class KinetoFile:
     device: DeviceEvents
     trouble: str | None
     """Why the file could be read in part only."""
+    num_copies: int = 0
+    """Annotations that are the same as another, which are left out."""
 
 
 def read_file(path: Path, advance: Advance) -> KinetoFile:
@@ -88,6 +90,8 @@ class _Columns:
         self.threads: dict[tuple[Any, Any], int] = {}
         self.annotations: list[Annotation] = []
         self.on_device: list[Annotation] = []
+        self.known: set[Annotation] = set()
+        self.num_copies = 0
         self.ids: list[tuple[str, Any]] = []
         self.id_of: dict[tuple[str, Any], int] = {}
         self.launches = array("q")
@@ -112,6 +116,10 @@ class _Columns:
         annotation = Annotation(event["name"], self._thread(event), start, end)
         identity = (event["name"], args.get("External id", start))
         if category != "gpu_user_annotation":
+            if annotation in self.known:
+                self.num_copies += 1
+                return
+            self.known.add(annotation)
             self.id_of[identity] = len(self.annotations)
             self.annotations.append(annotation)
         else:
@@ -141,6 +149,7 @@ class _Columns:
                 device[:, 5].astype(np.bool_),
             ),
             trouble=events.trouble,
+            num_copies=self.num_copies,
         )
 
 

@@ -49,6 +49,8 @@ class _Range(NamedTuple):
 def marks_of(file: KinetoFile, remarks: list[Remark]) -> list[Mark]:
     """The marks of a rank, whichever way its work is annotated."""
     exact = {at: ops for at, a in enumerate(file.annotations) if (ops := pp_ops(begun_as(a.name) or a.name))}
+    if file.num_copies:
+        remarks.append(Remark("an event was recorded twice, and counts once", file.source, file.num_copies))
     shards = [a.end - a.start for a in file.annotations if is_sharding(a.name)]
     if sum(shards) > _WORTH_TELLING_NS:
         took = f"{sum(shards) / 1e6:,.1f} ms in all"

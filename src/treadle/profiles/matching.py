@@ -8,17 +8,21 @@ from typing import NamedTuple
 import numpy as np
 
 from treadle.ir.crossings import crossings
-from treadle.ir.ops import MESSAGES, SENDS, OpKind
+from treadle.ir.ops import ACTIONS, MESSAGES, SENDS, OpKind
 from treadle.ir.placement import Placement
 from treadle.ir.program import Bools, Longs, Program
 from treadle.passes.measured import TAIL
-from treadle.profiles.clocks import align, order_of
+from treadle.profiles.clocks import Aligned, align, order_of
 from treadle.profiles.fill_labels import occurrences
 from treadle.profiles.mesh_places import RankGrid
 from treadle.profiles.recording import UNKNOWN, RankRecording, Remark
 
 _WAITED_NS = 50_000
 """A cell that starts earlier than its input was made by less than this was timed a little off; more, and it waited."""
+
+
+_HOST_SHARE = 0.25
+"""Of a computation's time, what a host takes at most from the end of one to finding the message of the next."""
 
 
 class OpTimes(NamedTuple):
@@ -73,8 +77,10 @@ def match(program: Program, grid: RankGrid, steps: Sequence[int], *, waits_insid
     order = order_of(program, start, end, known, waits_inside=waits_inside)
     aligned = align(order, clocks, len(start))
     remarks += aligned.remarks
-    offset = aligned.offset[:, program.lane_rank[program.lane_of]]
-    start, end = start + offset, end + offset
+    offset = aligned.offset + _begun_together(program, start, measured, aligned)
+    start, end = (times + offset[:, program.lane_rank[program.lane_of]] for times in (start, end))
+    begins = start[:, ~moved].min(axis=1, keepdims=True)  # a receive may be posted while the data loader works
+    start, end = (np.where(measured, np.maximum(times, begins), times) for times in (start, end))
     without = ~measured & moved
     if without.any():
         all_of_them = without[:, moved].all()
@@ -88,6 +94,18 @@ def match(program: Program, grid: RankGrid, steps: Sequence[int], *, waits_insid
         reason = "ranges began before their input had been sent: they are taken to begin then"
         remarks.append(Remark(reason, times=num_waited))
     return OpTimes(tuple(numbers[whole].tolist()), start, end, tuple(remarks))
+
+
+def _begun_together(program: Program, start: Longs, measured: Bools, aligned: Aligned) -> Longs:
+    """`[step, rank]`: what makes the clocks that no message links show the same time when a step begins."""
+    rank = program.lane_rank[program.lane_of]
+    shown = np.where(measured, start + aligned.offset[:, rank], np.iinfo(np.int64).max)
+    more = np.zeros_like(aligned.offset)
+    apart = np.concatenate(aligned.apart or (np.empty(0, np.int32),))
+    for ranks in aligned.apart:
+        own, first = np.isin(rank, ranks), ~np.isin(rank, apart)
+        more[:, ranks] = (shown[:, first].min(axis=1) - shown[:, own].min(axis=1))[:, None]
+    return more
 
 
 class _OpIndex:
@@ -158,7 +176,9 @@ def _arrive_before_found(program: Program, start: Longs, end: Longs, measured: B
     free = np.where(first, np.iinfo(np.int64).min, end[:, np.maximum(reader - 1, 0)])
     sent = np.maximum(start[:, found.send], start[:, found.recv])
     took, known = end[:, found.recv] - sent, measured[:, found.send] & measured[:, found.recv]
-    waited = (end[:, found.maker] > free) & known
+    computed = float(np.median((end - start)[:, np.isin(program.kind, ACTIONS)]))
+    late_found = np.maximum(free, start[:, found.recv]) + _HOST_SHARE * computed < end[:, found.recv]
+    waited = ((end[:, found.maker] > free) | late_found) & known
     usual = int(np.median(took[waited])) if waited.any() else 0
     late = known & ~waited & (took > usual)
     end[:, found.recv] = np.where(late, np.maximum(sent + usual, start[:, found.recv]), end[:, found.recv])

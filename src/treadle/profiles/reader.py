@@ -14,7 +14,8 @@ from treadle.profiles.recording import Recording
 Advance: TypeAlias = Callable[[int], None]
 """Takes how many bytes of the files, as they lie on disk, have been read since the last call."""
 
-_HEAD_BYTES = 2**16
+_HEAD_BYTES = 2**20
+"""Chrome traces begin with the names of processes and threads: 300 bytes for each worker."""
 
 
 @dataclass(frozen=True)

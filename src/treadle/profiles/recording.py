@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,6 +125,13 @@ class RankRecording:
 
     def __len__(self) -> int:
         return len(self.kind)
+
+    def without_copies(self) -> RankRecording:
+        """Leave out marks of a micro-batch that are the same as another in every column."""
+        table = np.stack([getattr(self, name).astype(np.int64) for name in _COLUMNS])
+        first = np.unique(table, axis=1, return_index=True)[1]
+        kept = np.isin(np.arange(len(self)), first) | (self.mb == UNKNOWN)
+        return self if kept.all() else replace(self, **{name: getattr(self, name)[kept] for name in _COLUMNS})
 
 
 class Remark(NamedTuple):
