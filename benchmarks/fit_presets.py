@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from held_to.fitting import ConstantPool, Floats, plain_cluster
 from held_to.left_out import by_chip, by_configuration, fitted_rows, predictions
-from held_to.printed import data_sets
+from held_to.printed import Row, data_sets, same_machine
 from treadle.calibrate.constants_of_job import constants_of, with_constants
 from treadle.calibrate.fit import fit_paths
 from treadle.calibrate.path_form import PathForm, constants_at
@@ -83,11 +85,26 @@ def write_errors(pool: ConstantPool) -> None:
         "# Printed over measured step, less 1, of published runs that the constants were not fitted to: their",
         "# configuration left out of the fit, or their chip. Written by `python benchmarks/fit_presets.py`.",
     ]
+    pairs = pair_errors(pool.runs)
+    lines += ["", f"pair_error = {statistics.median(pairs):.4f}  # of {len(pairs)} pairs, with the presets as shipped"]
     for (gpu, precision, moe), errors in sorted(found.items()):
         lines += ["", "[[runs]]", f'gpu = "{gpu}"', f'precision = "{precision}"', f"moe = {str(moe).lower()}"]
         for name, own in errors.items():
             lines += _wrapped(name, sorted(own))
     (PRESETS / "run_errors.toml").write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+
+def pair_errors(runs: Iterable[Row]) -> list[float]:
+    """Return how far the ratio of two printed steps is off, for pairs of configurations on the same GPUs.
+
+    Of Megatron-Bridge's runs those of one release are compared: software changes between two.
+    """
+    found = [(row, math.log(row.prediction.predicted / row.seconds)) for row in runs]
+    return [
+        abs(one - two)
+        for (row, one), (other, two) in combinations(found, 2)
+        if row.job != other.job and row.release == other.release and same_machine(row) == same_machine(other)
+    ]
 
 
 def _wrapped(name: str, errors: list[float], each: int = 14) -> list[str]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from treadle.estimate import Job, estimate_costs, load_cluster, load_model
+from treadle.estimate.activations import ActivationCut, block_activations
 from treadle.estimate.block_parts import block_parts
+from treadle.estimate.job_memory import estimate_memory
 from treadle.estimate.model_cut import ModelCut
 
 LLAMA, QWEN = load_model("llama3-8b"), load_model("qwen3-30b-a3b")
@@ -42,3 +46,24 @@ def test_experts_cut_by_tensor_parallelism_gather_and_scatter() -> None:
     found = [(each.kind, each.forward, each.backward) for each in experts.collectives]
     assert found == [("all_gather", 1, 1), ("reduce_scatter", 1, 1)]
     assert len({each.size_bytes for each in experts.collectives}) == 1
+
+
+def test_moments_in_bf16_take_half_the_memory_and_less_of_the_optimizer() -> None:
+    full, half = (Job(LLAMA, load_cluster("h100:16"), global_batch_size=16, moment_bytes=size) for size in (4, 2))
+    with_full, with_half = (estimate_memory(job)[0].optimizer for job in (full, half))
+    assert with_half / with_full == pytest.approx((4 + 2 * 2) / (4 + 2 * 4), rel=1e-6)
+    assert estimate_costs(half).step["optimizer"] < estimate_costs(full).step["optimizer"]
+    with pytest.raises(ValueError, match=r"moment_bytes is 4 \(FP32\) or 2 \(BF16\), got 1"):
+        replace(full, moment_bytes=1)
+
+
+def test_caches_in_fp8_are_those_of_deepseek_v3() -> None:
+    """Inputs of activations and of attention's output projection, with an FP32 scale for each 128 elements."""
+    shape = load_model("deepseek-v3")
+    plain = Job(shape, load_cluster("h800:64"), ep=64, global_batch_size=64, precision="fp8")
+    saved = [
+        block_activations(ActivationCut.of(replace(plain, saved=kind), "p2p", fused_loss=True), "t").saved
+        for kind in ("bf16", "fp8")
+    ]
+    elements = 4096 * 128 * 128 + 2 * 2048 * (8 + 1) * 4096  # attention's output; fc1 of 8 routed experts and 1 shared
+    assert saved[0] - saved[1] == pytest.approx(elements * (2 - 1 - 4 / 128), rel=1e-6)

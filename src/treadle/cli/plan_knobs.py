@@ -9,7 +9,16 @@ from typing import Annotated, Any
 import typer
 
 from treadle.estimate import Job, ModelShape
-from treadle.estimate.job import CUDA_GRAPHS, DISPATCHES, GRADIENT_BYTES, OFFLOADED, RECOMPUTED, SHARDINGS
+from treadle.estimate.job import (
+    CUDA_GRAPHS,
+    DISPATCHES,
+    GRADIENT_BYTES,
+    MOMENT_BYTES,
+    OFFLOADED,
+    RECOMPUTED,
+    SAVED,
+    SHARDINGS,
+)
 from treadle.fields.nearest import did_you_mean
 from treadle.ir.blocks import parse_layout
 from treadle.planner.plan_files import untrainable_model
@@ -49,6 +58,11 @@ class Knobs:
         _option("no, yes (all), or modules: core_attn,moe_act. By default as little as fits, if nothing fits without."),
     ] = None
     gradients: Annotated[str, _option("Main gradients: fp32, or bf16 (Megatron's grad_reduce_in_fp32 off).")] = "fp32"
+    moments: Annotated[str, _option("Moments of Adam: fp32, or bf16 (Megatron's exp_avg_dtype).")] = "fp32"
+    saved: Annotated[
+        str,
+        _option("Saved inputs of activations and of attention's output projection: bf16, or fp8 as DeepSeek-V3's."),
+    ] = "bf16"
     sharding: Annotated[
         str | None, _option("What is cut over DP; only these: none, optimizer, gradients (ZeRO-2), parameters (FSDP).")
     ] = None
@@ -85,6 +99,8 @@ class Knobs:
             recompute=self._recompute(model),
             offload=self._offload(),
             gradient_bytes=(GRADIENT_BYTES[_one_of("--gradients", self.gradients, tuple(GRADIENT_BYTES))],),
+            moment_bytes=(MOMENT_BYTES[_one_of("--moments", self.moments, tuple(MOMENT_BYTES))],),
+            saved=(_one_of("--saved", self.saved, SAVED),),
             sharding=self._sharding(),
             cuda_graph=self._cuda_graph(),
             precision=(self.precision,),
@@ -131,6 +147,8 @@ class Knobs:
         has = {
             "computes in bf16": ("--precision", self.precision, ("bf16",)),
             "has gradients in fp32": ("--gradients", self.gradients, ("fp32",)),
+            "has moments in fp32": ("--moments", self.moments, ("fp32",)),
+            "saves activations in bf16": ("--saved", self.saved, ("bf16",)),
             "shards the optimizer": ("--sharding", self.sharding, (None, Job.sharding)),
             "has no TP": ("--tp", self.tp, (None, "1")),
             "has no CP": ("--cp", self.cp, (None, "1")),

@@ -20,6 +20,9 @@ from treadle.estimate.work import BF16, FP32
 OPERAND_BYTES = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
 """Bytes of an element of a saved operand of a GEMM, with its scales."""
 
+_CACHED_FP8 = 1 + 4 / 128
+"""Bytes of an element that is saved in FP8, with an FP32 scale for each 128."""
+
 ROUTER_BYTES = BF16 + FP32 + FP32 + 1
 """Saved a token and expert: logits, scores, probabilities and the routing map."""
 
@@ -35,6 +38,9 @@ class ActivationCut:
     gathered_output: bool
     """Attention saves its output once more, as its all-to-all left it (context parallelism of kind a2a)."""
 
+    saved: str
+    """`Job.saved`."""
+
     fused_loss: bool
     """The loss overwrites the logits with their gradient. Otherwise it keeps their softmax in FP32."""
 
@@ -42,7 +48,7 @@ class ActivationCut:
     def of(cls, job: Job, cp_comm_type: str, *, fused_loss: bool) -> ActivationCut:
         """Return that of a job."""
         gathered_output = job.cp > 1 and cp_comm_type == "a2a"
-        return cls(ModelCut.of(job), job.precision, job.recompute, job.offload, gathered_output, fused_loss)
+        return cls(ModelCut.of(job), job.precision, job.recompute, job.offload, gathered_output, job.saved, fused_loss)
 
     @property
     def hidden(self) -> int:
@@ -70,6 +76,7 @@ class ActivationCut:
             "bf16": BF16,
             "fp32": FP32,
             "gemm": OPERAND_BYTES[self.precision],
+            "cached": BF16 if self.saved == "bf16" else _CACHED_FP8,
             "logits": BF16 if self.fused_loss else FP32,
             "router": ROUTER_BYTES,
         }

@@ -60,7 +60,7 @@ class SavedTensor(NamedTuple):
 
     elements: int
     kind: str
-    """bf16, fp32, gemm (an operand, in the GEMMs' precision), logits or router."""
+    """bf16, fp32, gemm (an operand, in the GEMMs' precision), cached (`Job.saved`), logits or router."""
 
     discarded_by: tuple[str, ...] = ()
     """Names of `Job.recompute` that recompute it."""
@@ -269,7 +269,7 @@ def _attention_tensors(cut: ModelCut) -> tuple[SavedTensor, ...]:
     """Return what attention saves: its norm, latents of MLA, queries, keys, values, output and softmax factors."""
     shape, tokens, own = cut.shape, cut.tokens, cut.own_tokens
     inputs = tokens * (cut.query_width + cut.key_width + cut.value_width)
-    output = SavedTensor(tokens * cut.output_width, "bf16", ("attn",), for_wgrad=True, offloaded_by="attn_proj")
+    output = SavedTensor(tokens * cut.output_width, "cached", ("attn",), for_wgrad=True, offloaded_by="attn_proj")
     latents: tuple[SavedTensor, ...] = ()
     if shape.is_mla:
         elements = own * (shape.q_lora_rank + shape.kv_lora_rank)
@@ -311,7 +311,7 @@ def _activated(
     """
     activation, after = modules
     return (
-        SavedTensor(rows * _first(cut) * width, "bf16", parts[:-1], offloaded_by=activation),
+        SavedTensor(rows * _first(cut) * width, "cached", parts[:-1], offloaded_by=activation),
         SavedTensor(rows * width, "gemm", parts, for_wgrad=True, offloaded_by=after),
     )
 

@@ -15,6 +15,8 @@ from treadle.schedules import default_schedule, family
 CUDA_GRAPHS = ("none", "partial", "whole")
 DISPATCHES = ("bf16", "fp8")
 GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
+MOMENT_BYTES = {"fp32": 4, "bf16": 2}
+SAVED = ("bf16", "fp8")
 SHARDINGS = ("none", "optimizer", "gradients", "parameters")
 RECOMPUTED = (
     "full",
@@ -49,6 +51,7 @@ _NAMES = {
     "cuda_graph": OneOf(CUDA_GRAPHS),
     "sharding": OneOf(SHARDINGS),
     "dispatch": OneOf(DISPATCHES),
+    "saved": OneOf(SAVED),
 }
 _MODULES = {"recompute": OneOf(RECOMPUTED), "offload": OneOf(OFFLOADED)}
 _SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp", "micro_batch_size", "global_batch_size", "seq_len")
@@ -111,6 +114,13 @@ class Job:
     gradient_bytes: int = 4
     """Of a main gradient, which wgrads add to and replicas reduce: 4 in FP32, 2 in BF16 (Megatron's
     grad_reduce_in_fp32 off)."""
+
+    moment_bytes: int = 4
+    """Of each of Adam's two moments: 4 in FP32, 2 in BF16 (Megatron's exp_avg_dtype and exp_avg_sq_dtype)."""
+
+    saved: str = "bf16"
+    """Precision of saved inputs of activations and of attention's output projection: bf16, or fp8 as DeepSeek-V3's
+    report saves them (arXiv 2412.19437, section 3.3.3; Megatron's activation_func_fp8_input_store)."""
 
     def __post_init__(self) -> None:
         if self.layout is not None:
@@ -192,8 +202,9 @@ def _check_numbers(job: Job) -> None:
     for name in _SIZES:
         FROM_1.check(getattr(job, name), name)
     COUNT.check(job.recompute_layers, "recompute_layers")
-    if job.gradient_bytes not in (2, 4):
-        raise ValueError(f"gradient_bytes is 4 (FP32) or 2 (BF16), got {job.gradient_bytes!r}")
+    for name in ("gradient_bytes", "moment_bytes"):
+        if getattr(job, name) not in (2, 4):
+            raise ValueError(f"{name} is 4 (FP32) or 2 (BF16), got {getattr(job, name)!r}")
 
 
 def _check_names(job: Job) -> None:

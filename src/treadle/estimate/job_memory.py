@@ -28,8 +28,8 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 
 MIB = 1 << 20
 WEIGHT_BYTES = 2
-OPTIMIZER_BYTES = 12
-"""FP32 weight and two FP32 moments of Adam."""
+MASTER_BYTES = 4
+"""FP32 weight of Adam, beside its two moments."""
 
 WORKSPACE_BYTES = 32 * MIB
 """cuBLAS's workspace since Hopper. torch has one, Transformer Engine another, grouped GEMMs four more."""
@@ -150,7 +150,7 @@ def _states(job: Job, held: RankParameters, blocks: str) -> tuple[int, int, int]
         largest = max(block_parameters(cut, block).total for block in set(blocks))
     parameters = WEIGHT_BYTES * (shared + 2 * largest if job.sharding == "parameters" else whole)
     gradients = job.gradient_bytes * (whole if job.sharding in ("none", "optimizer") else shared + largest)
-    optimizer = OPTIMIZER_BYTES * (whole if job.sharding == "none" else shared)
+    optimizer = (MASTER_BYTES + 2 * job.moment_bytes) * (whole if job.sharding == "none" else shared)
     return int(parameters), int(gradients), int(optimizer)
 
 

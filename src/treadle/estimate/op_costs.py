@@ -31,8 +31,8 @@ NS = 1e9
 _LIMIT = 6
 """Exponent of the mean of device and host: the larger it is, the sharper the longer one decides."""
 _EXCHANGES = tuple(f"{part}_" for part in LAYER_PARTS if part not in COMPUTE_PARTS)
-ADAM_BYTES = 26
-"""Read and written for a parameter by Adam besides its gradient: FP32 weight and moments, and the BF16 weight."""
+ADAM_BYTES = 10
+"""Read and written for a parameter by Adam besides its gradient and moments: the FP32 weight, and the BF16 one."""
 
 
 def estimate_costs(job: Job, *, inline_recompute: bool = False) -> Costs:
@@ -83,6 +83,8 @@ def _same_blocks(job: Job) -> Job:
         offload=(),
         recompute_layers=0,
         sharding=Job.sharding,
+        moment_bytes=Job.moment_bytes,
+        saved=Job.saved,
         global_batch_size=job.micro_batch_size * job.dp * job.pp,
     )
 
@@ -179,7 +181,8 @@ def _optimizer_seconds(job: Job, dense: float, experts: float) -> float:
     """Return the seconds of the optimizer's step on a rank's share of the parameters."""
     cut = job.sharding != "none"
     held = dense / (job.num_holders if cut else 1) + experts / (job.num_expert_holders if cut else 1)
-    return held * (ADAM_BYTES + job.gradient_bytes) / job.cluster.memory_bandwidth / constant(job.cluster, "optimizer")
+    moved = ADAM_BYTES + 4 * job.moment_bytes + job.gradient_bytes
+    return held * moved / job.cluster.memory_bandwidth / constant(job.cluster, "optimizer")
 
 
 def _moved(job: Job, weights: RankWeights) -> dict[str, int]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from treadle.estimate import Job
 from treadle.planner.job_estimate import JobEstimate, describe
+from treadle.planner.memory_margin import leaves_margin
 from treadle.planner.moving_parts import MovingParts, moving_parts, parts_left_out
 from treadle.planner.run_errors import run_errors
 from treadle.planner.simulated_step import NEAR
@@ -27,14 +28,19 @@ class Advisor:
         """What was simulated on the way, by job."""
 
     def advise(self, fastest: JobEstimate) -> JobEstimate:
-        """Return the simplest job whose step is within the error of the fastest; of equally simple ones the fastest."""
+        """Return the simplest job whose step is within the error of the fastest; of equally simple ones the fastest.
+
+        Jobs that leave a margin of memory come first; without one of them, all that fit.
+        """
         longest = within_error_s(fastest)
-        for parts in sorted(self._by_parts):
-            if parts >= moving_parts(fastest.job):
-                break
-            found = self._fastest(self._by_parts[parts], longest)
-            if found is not None:
-                return found
+        for margin in (True, False):
+            for parts in sorted(self._by_parts):
+                jobs = [each for each in self._by_parts[parts] if not margin or leaves_margin(each, self._limit)]
+                if not margin and parts >= moving_parts(fastest.job):
+                    return fastest
+                found = self._fastest(jobs, longest)
+                if found is not None and (not margin or leaves_margin(found, self._limit)):
+                    return found
         return fastest
 
     def _fastest(self, jobs: list[JobEstimate], longest: float) -> JobEstimate | None:
@@ -56,17 +62,24 @@ class Advisor:
         return best
 
 
+def rank_of(each: JobEstimate, limit: int) -> tuple[bool, MovingParts, float]:
+    """Return what orders jobs that the estimate cannot tell apart: the margin of memory, moving parts, the step."""
+    return not leaves_margin(each, limit), moving_parts(each.job), each.step_s
+
+
 def within_error_s(fastest: JobEstimate) -> float:
-    """Return the longest step, in seconds, that the errors of runs like the fastest job leave as fast as it."""
-    return fastest.step_s * (1 + run_errors(fastest.job).typical)
+    """Return the longest step, in seconds, that the errors of pairs of runs leave as fast as the fastest job."""
+    return fastest.step_s * (1 + run_errors(fastest.job).pair)
 
 
 def reason_text(best: JobEstimate, fastest: JobEstimate) -> str:
     """Return why the advised job is not the fastest; "" if it is."""
     if best.job == fastest.job:
         return ""
-    slower, error = best.step_s / fastest.step_s - 1, run_errors(fastest.job).typical
+    slower, error = best.step_s / fastest.step_s - 1, run_errors(fastest.job).pair
+    left_out = parts_left_out(best.job, fastest.job)
+    simpler = f"fewer moving parts: {left_out}" if left_out else "it leaves a margin of memory"
     return (
         f"{100 * slower:.1f} % slower than the fastest ({describe(fastest.job)}), within the {100 * error:.1f} % that "
-        f"published runs like it are off; fewer moving parts: {parts_left_out(best.job, fastest.job)}"
+        f"ratios of published runs are off; {simpler}"
     )

@@ -9,10 +9,9 @@ from typing import NamedTuple
 from treadle.estimate import Job
 from treadle.estimate.cluster import GIB
 from treadle.estimate.host_copies import host_shortage
-from treadle.planner.advised_job import Advisor, within_error_s
+from treadle.planner.advised_job import Advisor, rank_of, within_error_s
 from treadle.planner.job_estimate import Alternative, JobEstimate, estimate_candidate, estimate_job
 from treadle.planner.megatron import refusal
-from treadle.planner.moving_parts import moving_parts
 from treadle.planner.ranked_search import SearchResult, with_job
 from treadle.planner.space import Candidate
 from treadle.schedules import family
@@ -29,6 +28,8 @@ KNOBS = (
     "offload",
     "sharding",
     "gradient_bytes",
+    "moment_bytes",
+    "saved",
     "dispatch",
     "cuda_graph",
     "precision",
@@ -54,7 +55,7 @@ def with_alternatives(found: SearchResult, points: Iterable[Candidate] = ()) -> 
             best = Advisor(found.fitting, found.memory_limit).advise(fastest)
         else:
             rivals = (found.best, *(each for each in fitting if each.step_s <= within_error_s(fastest)))
-            best = min(rivals, key=lambda each: (moving_parts(each.job), each.step_s))
+            best = min(rivals, key=lambda each: rank_of(each, found.memory_limit))
         if best is found.best:
             return replace(found, fastest=fastest, front=with_job(found.front, fastest), alternatives=others)
         found = replace(found, best=best, fastest=fastest, front=with_job(with_job(found.front, fastest), best))

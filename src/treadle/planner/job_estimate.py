@@ -136,4 +136,6 @@ def describe(job: Job) -> str:
     extra += [f"{job.sharding} sharded"] if job.sharding != Job.sharding else []
     extra += [f"{job.cuda_graph} CUDA graphs"] if job.cuda_graph != Job.cuda_graph else []
     extra += ["BF16 gradients"] if job.gradient_bytes != Job.gradient_bytes else []
+    extra += ["BF16 moments"] if job.moment_bytes != Job.moment_bytes else []
+    extra += ["FP8 saved"] if job.saved != Job.saved else []
     return ", ".join([f"{job.schedule} {named} MBS{job.micro_batch_size}", *extra])

@@ -137,6 +137,10 @@ def _flags(job: Job) -> Iterator[str]:
         yield "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
     if job.gradient_bytes == 2:
         yield "--grad-reduce-in-bf16"
+    if job.moment_bytes == 2:
+        yield "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+    if job.saved == "fp8":
+        yield "--activation-func-fp8-input-store"
     if _overlapped(job):
         yield "--overlap-moe-expert-parallel-comm"
     if "full" in job.recompute:

@@ -4,7 +4,8 @@ Jobs compare by these, in this order; the fewer, the simpler:
 
     1. a schedule that no public trainer runs
     2. offload
-    3. recomputation: the largest module first, in the order of `_RECOMPUTED`
+    3. recomputation: the largest module first, in the order of `_RECOMPUTED`; norms, activations and MLA's
+       up-projection are free: a flag, and next to no time
     4. kinds of parallelism in use, TP, CP, PP, VPP, EP; one more where only one public trainer runs the schedule
        (wgrad split off, exchanges overlapped)
     5. what is sharded over replicas beside the optimizer: gradients, then parameters
@@ -36,6 +37,9 @@ _RECOMPUTED = (
 """Modules from the smallest to the largest in what is computed twice."""
 
 
+_FREE = ("layernorm", "mlp_act", "moe_act", "mla_up_proj")
+
+
 class MovingParts(NamedTuple):
     """The moving parts of a job, in the order in which they compare."""
 
@@ -61,7 +65,7 @@ def moving_parts(job: Job) -> MovingParts:
     return MovingParts(
         not trainers,
         bool(job.offload),
-        tuple(sorted((_RECOMPUTED.index(name) for name in job.recompute), reverse=True)),
+        tuple(sorted((_RECOMPUTED.index(name) for name in job.recompute if name not in _FREE), reverse=True)),
         len(_kinds(job)) + (len(trainers) == 1),
         max(SHARDINGS.index(job.sharding), SHARDINGS.index(Job.sharding)),
         offloaded_bytes(job, "t"),
@@ -79,7 +83,7 @@ def _names(job: Job) -> Iterator[str]:
     yield from _kinds(job)
     if len(trainers) < 2:
         yield job.schedule
-    yield from (f"recompute {name}" for name in job.recompute)
+    yield from (f"recompute {name}" for name in job.recompute if name not in _FREE)
     yield from (f"offload {name}" for name in job.offload)
     if job.sharding in ("gradients", "parameters"):
         yield f"{job.sharding} sharded"

@@ -79,7 +79,7 @@ def estimates_of(
 ) -> list[JobEstimate]:
     """Return estimates of all candidates, or if `narrowed` of those that matter; if none fits, of all that may."""
     if narrowed:
-        worth = max(WORTH, NEAR * (1 + run_errors(points[0].job).typical))
+        worth = max(WORTH, NEAR * (1 + run_errors(points[0].job).pair))
         found = narrow(points, memory_limit, worth=worth, on_timed=watch.see)
         if found.fitting:
             return [*found.fitting, *found.too_large]

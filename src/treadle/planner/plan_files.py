@@ -54,6 +54,8 @@ def untrainable(job: Job) -> str | None:
         f"it computes in bf16, and this job in {job.precision}": job.precision != "bf16",
         f"it recomputes attn and mlp, and this job {'+'.join(job.recompute)}": not {*job.recompute} <= {"attn", "mlp"},
         f"it cuts the optimizer over replicas, and this job its {job.sharding}": job.sharding != Job.sharding,
+        "its moments are FP32, and this job's BF16": job.moment_bytes != Job.moment_bytes,
+        "it saves activations in BF16, and this job in FP8": job.saved != Job.saved,
         "its gradients are FP32, and this job's BF16": job.gradient_bytes != Job.gradient_bytes,
     }
     return untrainable_model(job.model) or next((reason for reason, holds in reasons.items() if holds), None)

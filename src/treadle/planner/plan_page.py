@@ -176,13 +176,13 @@ def _alternatives(others: Sequence[Alternative], errors: RunErrors, best_bytes: 
     if not others:
         return "<p>The search was narrowed to one value of every setting.</p>"
     nearest = list({other.knob: other for other in reversed(others)}.values())[::-1]
-    made = alternative_bars(nearest, errors.typical, best_bytes)
-    note = f"Within {errors.typical:.1%}, the shaded band, published runs do not separate two jobs."
+    made = alternative_bars(nearest, errors.pair, best_bytes)
+    note = f"Within {errors.pair:.1%}, the shaded band, published runs do not separate two jobs."
     if any(other.slower is not None and other.slower < 0 for other in others):
         note += " Hollow bars: faster."
     rest = ""
     if len(nearest) < len(others):
-        rest = _folded(f"All {len(others)} changes", alternative_bars(others, errors.typical, best_bytes))
+        rest = _folded(f"All {len(others)} changes", alternative_bars(others, errors.pair, best_bytes))
     return f'{made}<p class="note">{note}</p>{rest}'
 
 

@@ -9,6 +9,7 @@ from treadle.estimate.host_copies import host_bytes
 from treadle.ir import Schedule
 from treadle.ir.trace import Trace
 from treadle.planner.job_estimate import JobEstimate
+from treadle.planner.step_parts import step_parts
 from treadle.simulator import Metrics, measure
 from treadle.step import Step
 from treadle.verifier import VerifyReport
@@ -37,6 +38,11 @@ class PlannedStep:
     def step_s(self) -> float:
         """Seconds of a step."""
         return self.trace.makespan / self.trace.clock.ticks / 1e6
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of each part of the step, on a rank on average; they add up to it."""
+        return step_parts(self.estimate, self.trace, self.metrics)
 
     @property
     def tokens_per_s_per_gpu(self) -> float:

@@ -28,6 +28,8 @@ class JobJson(TypedDict):
     offload: Annotated[list[str], "Modules whose saved inputs are copied to the host and back."]
     sharding: Annotated[str, "What replicas divide: optimizer, gradients (ZeRO-2) or parameters (FSDP)."]
     gradient_bytes: Annotated[CountFrom1, "Bytes of a main gradient: 4 in FP32, 2 in BF16."]
+    moment_bytes: Annotated[CountFrom1, "Bytes of each of Adam's moments: 4 in FP32, 2 in BF16."]
+    saved: Annotated[str, "Precision of saved inputs of activations and of attention's output projection."]
     cuda_graph: Annotated[str, "none, partial or whole."]
     step_s: Annotated[Positive, "Seconds of a step."]
     memory_bytes: Annotated[Count, "Bytes of the rank that holds most."]
@@ -50,9 +52,17 @@ class UncertaintyJson(TypedDict):
 
     low_s: Annotated[Positive, "The step is from here ..."]
     high_s: Annotated[Positive, "... to here for 80 % of the runs."]
-    typical: Annotated[float, "Median of the absolute errors, as a share: nearer jobs cannot be ranked."]
+    typical: Annotated[float, "Median of the absolute errors, as a share."]
+    pair: Annotated[float, "Median error of the ratio of two runs, as a share: nearer jobs cannot be ranked."]
     runs: Annotated[CountFrom1, "Published runs."]
     like: Annotated[str, "What they have in common with the job."]
+
+
+class StepPartJson(TypedDict):
+    """A part of the step as it is printed."""
+
+    part: Annotated[str, "GEMM, attention, elementwise, permute, launches, TP, CP, EP, PP, DP, optimizer or idle."]
+    seconds: Annotated[Positive, "What a rank, on average, spends on it."]
 
 
 class ChosenJson(JobJson):
@@ -71,6 +81,7 @@ class ChosenJson(JobJson):
         Share,
         "The share of the step in which a rank, on average, communicates and does not compute.",
     ]
+    parts: Annotated[list[StepPartJson], "What the step consists of; seconds add up to it."]
     clean: Annotated[bool, "The verifier has no finding about the job's Program."]
     host_bytes: Annotated[
         Count,

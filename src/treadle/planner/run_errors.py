@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from treadle.estimate import Job
 
@@ -30,11 +30,15 @@ class RunErrors(NamedTuple):
 
     high: float
     typical: float
-    """Median of the absolute errors, as a share: jobs that are nearer to each other cannot be ranked."""
+    """Median of the absolute errors, as a share."""
 
     runs: int
     like: str
     """The class of the runs: MoE on h100 in fp8."""
+
+    pair: float
+    """Median error of the ratio of two steps, over pairs of configurations of one model on the same GPUs: errors that
+    both have cancel. Jobs that are nearer to each other cannot be ranked."""
 
 
 class _ClassErrors(NamedTuple):
@@ -82,12 +86,17 @@ def _summary(errors: Sequence[float], like: str) -> RunErrors:
     factors = sorted(1 / (1 + error) for error in errors)
     outside = (1 - _INSIDE) / 2
     low, high = (factors[round(share * (len(factors) - 1))] for share in (outside, 1 - outside))
-    return RunErrors(min(1.0, low), max(1.0, high), statistics.median(map(abs, errors)), len(errors), like)
+    typical = statistics.median(map(abs, errors))
+    return RunErrors(min(1.0, low), max(1.0, high), typical, len(errors), like, _file()["pair_error"])
+
+
+@cache
+def _file() -> dict[str, Any]:
+    return tomllib.loads(files("treadle.estimate").joinpath("presets", "run_errors.toml").read_text(encoding="utf-8"))
 
 
 @cache
 def _classes() -> tuple[_ClassErrors, ...]:
-    text = files("treadle.estimate").joinpath("presets", "run_errors.toml").read_text(encoding="utf-8")
     return tuple(
         _ClassErrors(
             each["gpu"],
@@ -96,5 +105,5 @@ def _classes() -> tuple[_ClassErrors, ...]:
             tuple(each["configuration_left_out"]),
             tuple(each["chip_left_out"]),
         )
-        for each in tomllib.loads(text)["runs"]
+        for each in _file()["runs"]
     )

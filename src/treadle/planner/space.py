@@ -18,7 +18,17 @@ _CP_TOKENS, _CP_TOKENS_DENSE = 4_096, 2_048
 _MOST_CP, _MOST_VPP = 16, 8
 
 
-_CHOICES = ("recompute", "offload", "balanced", "cuda_graph", "precision", "gradient_bytes", "dispatch")
+_CHOICES = (
+    "recompute",
+    "offload",
+    "balanced",
+    "cuda_graph",
+    "precision",
+    "gradient_bytes",
+    "moment_bytes",
+    "saved",
+    "dispatch",
+)
 """Knobs that leave a job's sizes as they are. None, of offload, is nothing."""
 
 TRAINED_RECOMPUTE = ((), ("attn",), ("mlp",), ("attn", "mlp"))
@@ -54,6 +64,8 @@ class SearchSpace:
     """None: optimizer; of dense models without a pipeline also gradients (ZeRO-2) and parameters (FSDP)."""
 
     gradient_bytes: tuple[int, ...] = (4,)
+    moment_bytes: tuple[int, ...] = (4,)
+    saved: tuple[str, ...] = ("bf16",)
     layout: tuple[tuple[str, ...], ...] | None = None
     """Blocks of each stage, for the jobs with as many stages. None: as `balanced` has them."""
 

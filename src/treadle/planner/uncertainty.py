@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from treadle.estimate import Job
 from treadle.estimate.cluster import GIB
+from treadle.planner.memory_margin import imbalance, margin_bytes
 from treadle.planner.plan_report import schedule_text
 from treadle.planner.planned_step import PlannedStep
 from treadle.planner.run_errors import FEWEST, RunErrors
@@ -47,7 +48,11 @@ def doubts(chosen: PlannedStep, errors: RunErrors, memory_limit: int) -> tuple[D
             Doubt("offload", "no published run here offloads: its time is bandwidth between GPU and host alone")
         )
     if job.model.is_moe:
-        found.append(Doubt("experts", "every expert gets the same share of tokens; unbalanced routing takes longer"))
+        text = "every expert gets the same share of tokens; unbalanced routing takes longer"
+        if over := imbalance(job):
+            more = margin_bytes(chosen.estimate) / GIB
+            text += f"; {over:.0%} more tokens on a rank, and the estimate's error, need {more:.1f} GiB more memory"
+        found.append(Doubt("experts", text))
     return (
         *found,
         Doubt("network", "other jobs on the same switches, and slow or failing GPUs, are not in the step"),
@@ -62,6 +67,7 @@ def recomputed_text(job: Job) -> str:
 
 def _runs_text(errors: RunErrors) -> str:
     return (
-        f"{errors.like}: of {errors.runs:,} published runs 80 % took {errors.low - 1:+.0%} to {errors.high - 1:+.0%} "
-        f"against the predicted step when it was left out of the fit, and half are within {errors.typical:.1%}"
+        f"{errors.like}: 80 % of {errors.runs:,} published runs took {errors.low - 1:+.0%} to {errors.high - 1:+.0%} "
+        f"against the step that their command printed, each with its own configuration left out of the fit; half are "
+        f"within {errors.typical:.1%}"
     )

@@ -6,6 +6,7 @@ hidden is the intersection of two such lists: linear in the ops, however many th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -156,6 +157,21 @@ def measure(trace: Trace) -> Metrics:
     layout, sizes = trace.program.layout, peaks(trace.program, Times(trace.start, trace.end)).size
     held = tuple(in_unit(layout, int(size)) for size in sizes)
     return Metrics(makespan, trace.program.num_ops, trace.clock, ranks, held, layout.saved_unit)
+
+
+def exposed_by(trace: Trace, lanes: Sequence[tuple[LaneKind, ...]]) -> list[float]:
+    """Return for each set of lanes the ticks that neither compute nor an earlier set hides; the mean over ranks."""
+    compute = _busy(trace, (LaneKind.COMPUTE,))
+    found: list[float] = []
+    taken: tuple[LaneKind, ...] = ()
+    before = 0.0
+    for kinds in lanes:
+        taken = (*taken, *kinds)
+        covers = _covers(compute, _busy(trace, tuple(dict.fromkeys(taken))))
+        exposed = sum(cover.exposed for cover in covers) / max(1, len(covers))
+        found.append(exposed - before)
+        before = exposed
+    return found
 
 
 def check_order(trace: Trace) -> None:

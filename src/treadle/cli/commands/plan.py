@@ -44,6 +44,7 @@ from treadle.planner.plan_report import (
     study_text,
 )
 from treadle.planner.planned_step import PlannedStep
+from treadle.planner.step_parts import parts_text
 from treadle.planner.straggler_plan import DRAWS, study_plan
 
 SHOWN = 12
@@ -193,6 +194,7 @@ def _print(found: SearchResult, chosen: PlannedStep, others: tuple[Alternative, 
         "throughput": f"{chosen.tokens_per_s_per_gpu:,.0f} tokens/s/GPU",
         f"{show_count(chosen.num_tokens)} tokens": f"{chosen.days:,.1f} days, {chosen.gpu_hours:,.0f} GPU-hours",
         "MFU": f"{chosen.mfu:.1%} ({chosen.flops_per_s_per_gpu / 1e12:.0f} TFLOP/s/GPU, {job.precision})",
+        "parts of the step": parts_text(chosen.parts),
         "idle": f"{chosen.metrics.idle_share:.1%} of the step, mean over ranks",
         "exposed communication": f"{chosen.exposed_share:.1%} of the step",
         "memory": f"{chosen.estimate.memory_bytes / GIB:.1f} GiB of {found.memory_limit / GIB:.1f}",
