@@ -18,9 +18,11 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from counted import model
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the tests' devices
 
-ROOMS: dict[str, Callable[[], dict[str, float]]] = {"model": model.counts}
+from counted import model, update
+
+ROOMS: dict[str, Callable[[], dict[str, float]]] = {"model": model.counts, "update": update.counts}
 
 HERE = Path(__file__).parent
 BEFORE = HERE / "counted" / "before.json"
