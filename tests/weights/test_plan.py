@@ -223,6 +223,22 @@ def test_sources_take_turns_in_the_order_of_tensors() -> None:
     assert sent == [(r, s, {f"w{r}"}) for r in range(8) for s in range(4)]
 
 
+@pytest.mark.parametrize("target_bytes", [4096, 3 * 4096, 40_000])
+def test_a_worker_assembles_one_window_at_a_time(target_bytes: int) -> None:
+    """Engines that need whole tensors put them together from all sources' parts."""
+    plan = plan_update(sharded(matrices(24), 8), replicated(matrices(24), 1), buckets_of(target_bytes))
+    missing: dict[str, int] = {}
+    most = 0
+    for bucket in plan.buckets:
+        for item in bucket.items:
+            name = item.piece.tensor
+            missing[name] = missing.get(name, plan.tensors[name].size_bytes) - 2 * item.piece.box.num_elements
+        most = max(most, sum(plan.tensors[name].size_bytes for name, left in missing.items() if left))
+    assert not any(missing.values())
+    assert most <= target_bytes
+    assert plan.bucket_bytes <= -(-target_bytes // 8 // ALIGN) * ALIGN
+
+
 def quantised(num: int, rows: int = 256) -> list[Tensor]:
     """A weight in blocks of 128 x 128, and a scale a block, as DeepSeek-V3's checkpoints have them."""
     return [

@@ -49,7 +49,7 @@ class UpdateOptions:
     """
 
     checked: bool = True
-    """Whether each worker compares digests (xxh3) of what it loads with those that the source made."""
+    """Whether each worker compares digests of what it loads with those that the source made, on the buffers' device."""
 
     compare_sources: CompareSources = "sample"
     """How much ranks that have the same piece compare of it: a `sample`, `all` or nothing (`off`).

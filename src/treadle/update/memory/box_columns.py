@@ -165,13 +165,13 @@ class SharedDigest:
         self._runs: list[tuple[int, int]] | None = _runs(columns, self.boxes)
 
     def of(self, raw: torch.Tensor) -> bytes:
-        """The digest of what is in a memory now. A device's bytes are brought to the host for it."""
-        if self._runs is None or (not on_host(raw) and len(self.boxes) == 1):
+        """The digest of what is in a host's memory now; `Sums` makes those of a device."""
+        if self._runs is None:
             if len(self.boxes) == 1:
                 return digest(self.columns.view(raw, self.boxes[0]))
-            return _digest_of([self.columns.view(raw, at).cpu() for at in self.boxes])
+            return _digest_of([self.columns.view(raw, at) for at in self.boxes])
         low, high = (self._runs[0][0], self._runs[-1][1]) if self._runs else (0, 0)
-        part = opaque(raw[low:high] if on_host(raw) else raw[low:high].cpu()).data
+        part = opaque(raw[low:high]).data
         hashed = xxhash.xxh3_128()
         for start, end in self._runs:
             hashed.update(part[start - low : end - low])

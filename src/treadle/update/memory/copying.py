@@ -2,8 +2,8 @@
 
 Digests are of the box's bytes in C order, whatever its strides. Elements are opaque: they are copied as integers of
 their size, so any dtype arrives bit by bit. On the host NumPy copies, in pieces that fit a core's cache; it is faster
-at that than torch. Between devices, and between a device and the host, torch copies on the current stream. A digest of
-a device's bytes is made on the host, of a copy in pieces: bytes leave a device for a digest, and for nothing else.
+at that than torch. Between devices, and between a device and the host, torch copies on the current stream. `digest`
+brings a device's bytes to the host in pieces; those of buffers are summed on the device (`device_sums.py`).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import torch
 
 from treadle.update.memory.box_columns import BoxColumns, PlacedBox, SharedDigest
 from treadle.update.memory.copying import copy, copy_hashed, digest, on_host
+from treadle.update.memory.device_sums import Sums
 from treadle.update.memory.digests import write_digests
 from treadle.update.memory.ipc_buffers import Buffer
 from treadle.update.rank.shares import SMALL_BYTES, Shares
@@ -36,10 +37,17 @@ class BucketColumns:
                 self.takes.setdefault(take.item, []).append((check, take.box))
             else:
                 sharing.setdefault(check, []).append(at)
-        columns = BoxColumns(_placed(plan, number, take) for take in table.takes)
+        self.taken = BoxColumns(_placed(plan, number, take) for take in table.takes)
         for check, ats in sharing.items():
             last = max(table.takes[at].item for at in ats)
-            self.digests.setdefault(last, []).append((check, SharedDigest(columns, ats)))
+            self.digests.setdefault(last, []).append((check, SharedDigest(self.taken, ats)))
+
+    def groups(self, checks: Sequence[int]) -> list[list[int]]:
+        """Return the takes that are in each digest, in the order of their bytes."""
+        of: dict[int, list[int]] = {}
+        for at, check in enumerate(checks):
+            of.setdefault(check, []).append(at)
+        return [SharedDigest(self.taken, of[check]).boxes for check in sorted(of)]
 
 
 def _placed(plan: UpdatePlan, number: int, take: Take) -> PlacedBox:
@@ -49,10 +57,11 @@ def _placed(plan: UpdatePlan, number: int, take: Take) -> PlacedBox:
 
 
 class Packer:
-    """Fills buffers with buckets of a source; `checked`: with digests."""
+    """Fills buffers with buckets of a source; `checked`: with digests, `sums`: as workers on a device make them."""
 
-    def __init__(self, shares: Shares, source: WeightSource, *, checked: bool) -> None:
-        self.shares, self.source, self.checked = shares, source, checked
+    def __init__(self, shares: Shares, source: WeightSource, *, checked: bool, sums: bool = False) -> None:
+        self.shares, self.source = shares, source
+        self.hashed, self.summed = checked and not sums, checked and sums
 
     def fill(self, buffer: Buffer, number: int) -> None:
         """Put bucket `number` and its table of digests into the buffer; on a device, on the current stream."""
@@ -66,16 +75,21 @@ class Packer:
         base = raw.data_ptr() if on_host(raw) else 0
         for at, piece in enumerate(columns.pieces):
             local, size_bytes = self.source.local(piece), items.size_bytes[at]
-            takes = columns.takes.get(at, ()) if self.checked else ()
+            takes = columns.takes.get(at, ()) if self.hashed else ()
             if takes:
                 digests |= _pack(items.view(raw, at), local, piece.box, takes)
             elif base and local.is_cpu and local.is_contiguous() and local.nbytes == size_bytes:
                 ctypes.memmove(base + items.start[at], local.data_ptr(), size_bytes)
             else:
                 copy(items.view(raw, at), local)
-            for check, shared in columns.digests.get(at, ()) if self.checked else ():
+            for check, shared in columns.digests.get(at, ()) if self.hashed else ():
                 digests[check] = shared.of(raw)
-        write_digests(raw, self.shares.tables[number].offset_bytes, digests)
+        table = self.shares.tables[number]
+        if self.summed:
+            views = ([columns.taken.view(raw, at) for at in ats] for ats in columns.groups(table.checks))
+            raw[table.offset_bytes : table.end_bytes].copy_(Sums(raw).table(views))
+        else:
+            write_digests(raw, table.offset_bytes, digests)
 
     def _columns(self, number: int) -> BucketColumns:
         made = self.shares.columns.get(number)

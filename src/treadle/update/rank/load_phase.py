@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
+from treadle.dist.streams import streams_of
 from treadle.update.errors import failure
 from treadle.update.memory.ipc_buffers import Buffer
 from treadle.update.protocol.control import Layouts, Sample
@@ -110,7 +111,8 @@ class Loading:
         if self.source is None:  # then no bucket is this rank's
             self.loop.delta_bytes = _no_bytes if self._delta else None
             return _nothing
-        packer = Packer(self.shares, self.source, checked=checked)
+        sums = streams_of(context.device) is not None
+        packer = Packer(self.shares, self.source, checked=checked, sums=sums)
         if not self._noted:
             return packer.fill
         noted = NotedPacker(self.shares, packer, context.share)

@@ -9,7 +9,8 @@ from typing import overload
 import torch
 
 from treadle.update.memory.box_columns import BoxColumns, SharedDigest
-from treadle.update.memory.copying import copy, copy_hashed, digest
+from treadle.update.memory.copying import DIGEST_BYTES, copy, copy_hashed, digest, on_host
+from treadle.update.memory.device_sums import Sums
 from treadle.weights.tensor_boxes import Box, Piece
 
 
@@ -17,9 +18,9 @@ from treadle.weights.tensor_boxes import Box, Piece
 class Arrival:
     """A box of tensor `name`: `tensor` has its elements, of the box's shape, on the host or on the buffers' device.
 
-    `tensor` is valid until `load` returns: an engine that needs it longer copies it. `copy_into` makes the digest on
-    the way. Where an adapter reads `tensor` by other means, the worker makes it after `load`, which costs another pass
-    over the bytes.
+    `tensor` is valid until `load` returns: an engine that needs it longer copies it. On the host `copy_into` makes the
+    digest on the way. Where an adapter reads `tensor` by other means, the worker makes it after `load`, which costs
+    another pass over the bytes. A device makes the digests of a bucket together, after `load`.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Arrival:
                 f"{self.name} {self.box} has shape {tuple(own.shape)} and {own.element_size()} bytes an element, "
                 f"the target {tuple(target.shape)} and {target.element_size()}"
             )
-        if self.expected is None or self.found is not None:
+        if self.expected is None or self.found is not None or not on_host(own):
             copy(target, own)
         else:
             self.found = copy_hashed(target, own)
@@ -100,7 +101,7 @@ class StagedArrivals(Sequence[Arrival]):
         fault = boxes.misplaced(origins)
         if fault is not None:
             return fault
-        alone = self.columns.alone if self.expected else {}
+        alone = self.columns.alone if self.expected and on_host(self.raw) else {}
         self._found |= boxes.copy_to(self.raw, held, origins, lambda at: at in alone and at not in self._found)
         return None
 
@@ -110,19 +111,31 @@ class StagedArrivals(Sequence[Arrival]):
 
     def digests(self) -> dict[int, bytes]:
         """Return all digests of what is in the buffer, by their number in its table."""
+        if not on_host(self.raw):
+            return self._device_digests()
         alone = {check: digest(self[at].tensor) for at, check in self.columns.alone.items()}
         return alone | {check: shared.of(self.raw) for check, shared in self.columns.shared.items()}
+
+    def _device_digests(self) -> dict[int, bytes]:
+        boxes = self.columns.boxes
+        groups = {check: [at] for at, check in self.columns.alone.items()}
+        groups |= {check: shared.boxes for check, shared in self.columns.shared.items()}
+        views = ([boxes.view(self.raw, at) for at in ats] for ats in groups.values())
+        table = Sums(self.raw).table(views).cpu().numpy().tobytes()
+        starts = range(0, len(table), DIGEST_BYTES)
+        return {check: table[at : at + DIGEST_BYTES] for check, at in zip(groups, starts, strict=True)}
 
     def wrong(self) -> str | None:
         """Which bytes differ from their source's; None where none do. Makes the digests that are not made yet."""
         if not self.expected:
             return None
+        found_there = self.digests() if not on_host(self.raw) else {}
         for at, check in self.columns.alone.items():
-            found = self._found.get(at)
+            found = found_there.get(check, self._found.get(at))
             if self[at].wrong if found is None else found != self.expected[check]:
                 return f"{self.columns.boxes.names[at]} {self.columns.boxes.placed[at].box}"
         for check, shared in self.columns.shared.items():
-            if shared.of(self.raw) != self.expected[check]:
+            if (found_there[check] if found_there else shared.of(self.raw)) != self.expected[check]:
                 names = sorted({self.columns.boxes.names[at] for at in shared.boxes})
                 return f"{names[0]} and {len(names) - 1} more tensors up to {names[-1]}"
         return None
