@@ -69,10 +69,11 @@ class Memory:
         if kind not in FORWARD_OF:
             return Fraction(0)
         savers = [FORWARD_OF[kind], *(again for again, what in COMPUTES_AGAIN.items() if what == FORWARD_OF[kind])]
-        saved = sum((self._saved((saver, layer), stage, mb) for saver in savers), Fraction(0))
+        each = [self._saved((saver, layer), stage, mb) for saver in savers]
+        saved, kept = sum(each, Fraction(0)), sum((Fraction(round(size * self._kept)) for size in each), Fraction(0))
         if kind in (OpKind.W, OpKind.MLP_W, OpKind.ATTN_W, OpKind.MTP_W, OpKind.HEAD_W):
-            return saved * self._kept
-        return saved * (1 - self._kept) if self._rules.split(kind) else saved
+            return kept
+        return saved - kept if self._rules.split(kind) else saved
 
     def _of_layer(self, stage: int, mb: int, layer: int) -> Fraction:
         parts = self._rules.of_stage[stage].layers[layer]

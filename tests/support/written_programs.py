@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from tests.support.brute_force_program import Outcome, execute
+from tests.support.held_verdicts import hold_to_oracle
 from tests.support.program_mutations import Draft, Queue, Record, freeze, thaw
 from treadle.ir import Placement
 from treadle.ir.ops import LaneKind, OpKind
@@ -58,7 +59,9 @@ def read_lane(head: str) -> Queue:
 def run(layout: Layout, text: str, **dur: int) -> Outcome:
     """Every op takes 1 but those that are named."""
     program, names = read(layout, text)
-    outcome = execute(program, [dur.get(name, 1) for name in names])
+    took = [dur.get(name, 1) for name in names]
+    outcome = execute(program, took)
+    hold_to_oracle(program, np.array(took, np.int64), outcome)
     assert outcome.clean == (not outcome.symptoms)
     assert (outcome.makespan is None) == (outcome.peak is None) == ("hang" in outcome.symptoms)
     assert {note.partition(":")[0] for note in outcome.notes} == outcome.symptoms
@@ -74,7 +77,10 @@ def left_out(layout: Layout, text: str, name: str) -> set[str]:
         lane.ops = [op for op in lane.ops if op is not gone]
     for op in draft.ops:
         op.deps = [dep for dep in op.deps if dep is not gone]
-    return set(execute(freeze(draft), [1] * len(names)).symptoms)
+    without = freeze(draft)
+    outcome = execute(without, [1] * without.num_ops)
+    hold_to_oracle(without, np.ones(without.num_ops, np.int64), outcome)
+    return set(outcome.symptoms)
 
 
 def symptoms(layout: Layout, text: str, *edits: tuple[str, str]) -> set[str]:

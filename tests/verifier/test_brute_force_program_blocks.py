@@ -138,9 +138,9 @@ def test_peaks_of_mtp() -> None:
     halves = "w1=MTP_W0.0.1 w0=MTP_W0.0"
     layout = replace(TWO_MTP, num_mb=2)
     assert run(layout, two.format(halves, "")).peak == (24,)
-    # the first micro-batch's MTP blocks are held until their weight halves, or half of them
+    # the first micro-batch's MTP blocks are held until their weight halves, or half of each, 2.5 rounded to even
     assert run(layout, two.format("", halves)).peak == (24 + 10,)
-    assert run(replace(layout, kept=0.5), two.format("", halves)).peak == (24 + 5,)
+    assert run(replace(layout, kept=0.5), two.format("", halves)).peak == (24 + 2 + 2,)
     assert run(replace(layout, kept=0.0), two.format("", halves)).peak == (24,)
 
 

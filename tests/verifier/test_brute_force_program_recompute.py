@@ -124,8 +124,8 @@ def test_peaks_until_the_weight_halves() -> None:
     # the first has all its 33 when it needs ATTN_R; so has the second, and its halves are done only then
     assert run(split, text.format(halves, "")).peak == (3 + 33,)
     assert run(split, text.format("", halves)).peak == (33 + 33,)
-    # of the first 16.5 stay when MLP_R brings the second to 23; n1 then gives 11 back before ATTN_R brings 10
-    assert run(replace(split, kept=0.5), text.format("", halves)).peak == (40,)
+    # of each part of the first half stays, rounded to even: 16; MLP_R brings the second to 23; n1 then gives 11 back
+    assert run(replace(split, kept=0.5), text.format("", halves)).peak == (39,)
     assert run(replace(split, kept=0.0), text.format("", halves)).peak == (3 + 3 + 20,)
 
 

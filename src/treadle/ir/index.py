@@ -139,7 +139,7 @@ def _place(labels: OpLabels, tables: Tables, op: int, rank: int, pp: int, peer: 
     if slot < 0 or mb < 0 or mb >= tables.num_mb or layer >= tables.num_layers:
         return UNKNOWN
     if kind in (_SEND_F, _SEND_B):
-        if peer < 0 or peer % num_replicas != rank % num_replicas:
+        if not 0 <= peer < tables.num_ranks or peer % num_replicas != rank % num_replicas:
             return UNKNOWN
         chunk = _sending_chunk(tables, pp, peer // num_replicas, chunk, kind)
         if chunk < 0:

@@ -108,10 +108,12 @@ def _check(meeting: _Meeting, lane_ptr: Longs, groups: GroupTable, most: int) ->
         for lane in lanes:
             for op in range(lane_ptr[lane] + shortest, lane_ptr[lane + 1]):
                 _note(found, count, _SURPLUS, op, shortest)
-        for lane in lanes[1:]:
-            first = lanes[0]
+        for other in lanes[1:]:
+            first, lane = lanes[0], other
+            if meeting.lane_kind[first] == _RECV:
+                first, lane = lane, first  # a send is named by its receive, in whatever order lanes are stored
             ends = meeting.lane_kind[first], meeting.lane_kind[lane]
-            channel = ends in ((_SEND, _RECV), (_RECV, _SEND))
+            channel = ends == (_SEND, _RECV)
             for place in range(shortest):
                 a, b = lane_ptr[first] + place, lane_ptr[lane] + place
                 if _are_unlike(meeting, a, b, channel):

@@ -12,25 +12,24 @@ from treadle.ir.ops import LaneKind
 from treadle.ir.program import NEVER, Ints, Program
 from treadle.verifier.finding import MOST, Finding
 
-_CHAINS = 200
-"""Needs for which a chain is searched for; a sound program has none, a broken one is broken by then."""
+_BROKEN = 200
+"""Missing waits after which no more are searched for: a search without a chain sees all ops of its time."""
 
 
 def check_waits(program: Program, unmet: Ints, times: Times) -> Iterator[Finding]:
     """T401: an op that reads what nothing makes, or what need not be there yet. `unmet` are the suspects."""
-    searched = 0
-    yielded = 0
+    yielded = broken = 0
     search: _Chains | None = None
-    for op, wanted in unmet[: MOST + _CHAINS]:
-        reader = program.op(int(op))
+    for op, wanted in unmet:
         if wanted == NEVER:
+            reader = program.op(int(op))
             yield Finding.at("T401", reader, f"{reader} reads what no op makes")
         else:
-            searched += 1
             search = search or _Chains(program, times)
-            if searched <= _CHAINS and search.reaches(int(op), int(wanted)):
+            if broken == _BROKEN or search.reaches(int(op), int(wanted)):
                 continue
-            made = program.op(int(wanted))
+            broken += 1
+            reader, made = program.op(int(op)), program.op(int(wanted))
             yield Finding.at("T401", reader, f"{reader} does not wait for {made}, which it reads")
         yielded += 1
         if yielded == MOST:
