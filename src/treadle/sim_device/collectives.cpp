@@ -226,6 +226,16 @@ bool ends_with_receive(uint64_t number) {
   return drawn[0] % 2 != 0;
 }
 
+// An op of a communicator is late more rarely than a kernel, and by more, as its peers are.
+void start_late(uint64_t number) {
+  std::seed_seq mixed{settings().seed, number};
+  std::array<uint32_t, 2> drawn{};
+  mixed.generate(drawn.begin(), drawn.end());
+  if (drawn[0] % 6 != 0) return;
+  auto longest = 24 * settings().delay_us;
+  std::this_thread::sleep_for(std::chrono::microseconds(int64_t(longest * drawn[1] / 4294967296.0)));
+}
+
 constexpr int kAckTag = 1 << 24;  // added to the tag of the message
 
 thread_local int group_depth = 0;
@@ -345,8 +355,9 @@ WorkPtr SimCcl::launch_op(OpType type, std::shared_ptr<Link> link, const Tensors
   auto stream = async ? link->stream : current;
   if (async) wait_on(stream, record(current));
   if (link->last) wait_on(stream, link->last);  // ops of a communicator run in the order of their launches
-  launch(stream, [link, body = std::move(body)] {
+  launch(stream, [link, body = std::move(body), number = sequence_ * size_ + rank_] {
     if (link->is_aborted()) return;
+    start_late(number);
     try {
       body(*link);
     } catch (const std::exception& error) {
