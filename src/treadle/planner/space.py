@@ -243,11 +243,17 @@ def _overlaps_alone(name: str) -> bool:
 
 
 def check_schedule(job: Job) -> None:
-    """Raise a ValueError if the schedule cannot do the job's size, or has more stages than the model has layers."""
+    """Raise a ValueError if the schedule cannot do the job's size, or has more stages than the model has blocks.
+
+    Embedding and head may be stages of their own.
+    """
     chosen = family(job.schedule)
     stages = chosen.placement(job.pp, job.vpp).num_stages
-    if stages > job.model.num_hidden_layers:
-        raise ValueError(f"{job.schedule} has {stages} stages, and the model {job.model.num_hidden_layers} layers")
+    if stages > len(job.model.blocks):
+        raise ValueError(
+            f"{job.schedule} has {stages} stages, and the model {job.model.num_hidden_layers} layers, an embedding and "
+            f"a head; take a smaller --pp or --vpp"
+        )
     if job.layout is not None and len(job.layout) != stages:
         raise ValueError(
             f"{job.schedule} on {job.pp} ranks with {job.vpp} on each has {stages} stages, the layout {len(job.layout)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from treadle.costs import Costs
+from treadle.ir.blocks import LAYERS
 from treadle.passes.cut import cut_evenly
 from treadle.planner.balance import balance
 from treadle.schedules import family
@@ -27,12 +28,18 @@ def layout(costs: Costs, blocks: str, schedule: str, pp: int, vpp: int, *, balan
             always best.
 
     """
-    if not balanced:
-        return cut_evenly(blocks, family(schedule).placement(pp, vpp).num_stages)
+    num_stages = family(schedule).placement(pp, vpp).num_stages
+    if not balanced and _enough_layers(blocks, num_stages):
+        return cut_evenly(blocks, num_stages)
     times = {block: costs.of_block(block) for block in set(blocks)}
     unit = max(times.get("t", 0), times.get("d", 0), 1) / _STEPS
     rounded = tuple(sorted((block, round(time / unit)) for block, time in times.items()))
     return _balanced(blocks, schedule, pp, vpp, rounded)
+
+
+def _enough_layers(blocks: str, num_stages: int) -> bool:
+    """Return True if each stage can have a layer; else embedding and head are stages of their own."""
+    return sum(map(blocks.count, LAYERS)) >= num_stages
 
 
 @lru_cache(maxsize=16384)
@@ -43,8 +50,11 @@ def _balanced(blocks: str, schedule: str, pp: int, vpp: int, times: tuple[tuple[
         of_stage = [sum(of_block[block] for block in row) for row in cut]
         return max(sum(of_stage[stage] for stage in held) for held in placement.stages), max(of_stage)
 
-    cuts = [_cut(blocks, placement.num_stages, times, layer_in_each=each) for each in (True, False)]
-    return min([*cuts, cut_evenly(blocks, placement.num_stages)], key=busiest)
+    num_stages = placement.num_stages
+    cuts = [_cut(blocks, num_stages, times, layer_in_each=False)]
+    if _enough_layers(blocks, num_stages):
+        cuts = [_cut(blocks, num_stages, times, layer_in_each=True), *cuts, cut_evenly(blocks, num_stages)]
+    return min(cuts, key=busiest)
 
 
 @lru_cache(maxsize=4096)
