@@ -8,6 +8,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +27,9 @@ from tests.support.rank_pool import server
 from treadle.cli.app import app
 from treadle.runtime.model.gradients import Gradients
 from treadle.schedules import SCHEDULES
-from treadle.selfcheck import CheckResult, SelfcheckReport, Setup, check_gradients, check_lanes
+from treadle.selfcheck import CheckResult, SelfcheckReport, Setup, check_first, check_gradients, check_lanes
 from treadle.selfcheck.check_report import FailedError, Passed, SkippedError
-from treadle.selfcheck.checks import Check, run_check
+from treadle.selfcheck.checks import Check, all_checks, run_check
 from treadle.selfcheck.models import MeshShape
 from treadle.selfcheck.ranks import _gather, run_ranks
 
@@ -55,6 +56,24 @@ def test_selfcheck_passes_here(tmp_path: Path) -> None:
     assert all(measured[name]["ratio"] > 0 for name in ("overlap", "offload", "weight update"))
     assert all(f"{name} passed in" in done.stderr for name in must)
     assert "0 failed in" in done.stdout
+
+
+def loses_a_message(setup: Setup, rank: int) -> Passed:
+    if rank == 1:
+        raise RuntimeError("NCCL error: unhandled system error")
+    return check_first.send_message(setup, rank)
+
+
+def test_the_layer_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [each.name for each in all_checks()][:4] == list(check_first.LAYERS)
+    broken = replace(check_first.LAYERS["message"], run=loses_a_message)
+    monkeypatch.setitem(check_first.LAYERS, "message", broken)
+    found = {
+        name: run_check(Check(name, partial(check_first.check_layer, name=name)), TWO) for name in check_first.LAYERS
+    }
+    assert [result.status for result in found.values()] == ["passed", "passed", "failed", "passed"]
+    assert "message: rank 1: RuntimeError: NCCL error" in found["message"].about
+    assert found["message"].advice.startswith("this is Treadle's, as torch's own all-reduce went through; ")
 
 
 def wrong_gradient(setup: Setup, rank: int, name: str, shape: MeshShape) -> float:

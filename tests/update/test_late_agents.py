@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch._C._distributed_c10d import HashStore
 
+from treadle.dist.clock import host_number
 from treadle.dist.rank_world import RankWorld
+from treadle.update import agent as agent_module
+from treadle.update.agent import Agent, Meeting
 from treadle.update.protocol.attempt import Attempt
 from treadle.update.protocol.control import Asked, Call, Enter, Fault, Go
 from treadle.update.protocol.coordinator_decisions import (
@@ -23,7 +28,7 @@ from treadle.update.protocol.coordinator_decisions import (
 from treadle.update.protocol.leases import Leases
 from treadle.update.protocol.record import Record
 from treadle.update.protocol.update_messages import Status
-from treadle.update.rank.rendezvous import Rendezvous
+from treadle.update.rank.rendezvous import CoordinatorContact, Rendezvous
 from treadle.update.update_options import UpdateOptions
 
 RECORD = Record(1, (1,), "A", term=1, lease_ns=10)
@@ -115,3 +120,37 @@ def test_an_agent_that_cannot_start_is_no_failure_of_the_ranks_that_call(place: 
     with pytest.raises(ValueError, match="no worker"), agent.published():
         raise ValueError("no worker")
     assert caller.start_failure() is None
+
+
+def test_ranks_with_buffers_on_other_devices_are_refused_before_they_make_a_group(place: Path) -> None:
+    """One kind would make a group of gloo and the other one of NCCL, and both would wait for its deadline."""
+    store = HashStore()
+    first = Rendezvous(place, None, RankWorld(store, 0, 2), UpdateOptions())
+    other = Rendezvous(place, None, RankWorld(store, 1, 2), UpdateOptions(), device="cuda")
+    first._publish(CoordinatorContact(number=host_number(), world=2, device=first.device))
+    with pytest.raises(ValueError, match="rank 0 are on cpu and this rank's on cuda, so they would make different"):
+        other.call(1.0)
+
+
+class JoinedError(Exception):
+    """With the device of the updater that an agent would make."""
+
+
+@pytest.mark.parametrize(("theirs", "own"), [("cpu", None), ("cuda", torch.device("cuda", 3))])
+def test_an_agents_buffers_are_where_those_of_the_ranks_that_call_are(
+    theirs: str, own: torch.device | None, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = RankWorld(HashStore(), 0, 1)
+    caller = Rendezvous(place, None, world, UpdateOptions(), device=theirs)
+    caller._publish(CoordinatorContact(number=host_number(), world=1, device=caller.device))
+    caller._store.set("newest", caller.name)
+
+    def made(directory: Path, **given: Any) -> None:
+        raise JoinedError(given["device"])
+
+    monkeypatch.setattr(RankWorld, "join", lambda *_: world)
+    monkeypatch.setattr(agent_module, "Updater", made)
+    joining = Agent(place, 0, Meeting("127.0.0.1", 1, None), torch.device("cuda", 3), lambda text: None)
+    with pytest.raises(JoinedError) as joined:
+        joining._join()
+    assert joined.value.args == (own,)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from treadle.schedules import SCHEDULES
 from treadle.selfcheck.check_experts import check_experts
+from treadle.selfcheck.check_first import LAYERS, check_layer
 from treadle.selfcheck.check_gradients import check_gradients
 from treadle.selfcheck.check_lanes import check_lanes
 from treadle.selfcheck.check_report import CheckResult, CheckStatus, FailedError, Passed, SelfcheckReport, SkippedError
@@ -33,6 +34,8 @@ class Check(NamedTuple):
 
 def all_checks() -> Iterator[Check]:
     """Yield the checks: what others need comes first."""
+    for name in LAYERS:
+        yield Check(name, partial(check_layer, name=name))
     yield Check("lanes", check_lanes)
     yield Check("experts", check_experts)
     for name in SCHEDULES:

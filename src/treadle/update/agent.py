@@ -108,12 +108,12 @@ class Agent:
         contact = newest_contact(world.store, JOIN_S)
         if contact.error:
             raise RuntimeError(f"update rank 0 could not start its coordinator: {contact.error}")
-        return Updater(
+        return Updater(  # a worker maps buffers on the host, too, wherever its engine computes
             self.directory,
             worker=self.worker,
             key=Path(meeting.key) if meeting.key is not None else None,
             options=contact.options,
-            device=self.device,
+            device=None if contact.device == "cpu" else self.device,
             world=RankWorld(world.store, contact.world + self.worker, contact.world),
         )
 

@@ -59,7 +59,7 @@ class Updater:
         key: A file that only its owner can read, the same on all ranks; needed where ranks are on several hosts.
         address: The address at which other hosts reach rank 0; by default the one from which it reaches torch's store.
         options: How updates are done, the same on all ranks.
-        device: The device of the buffers; the CPU by default.
+        device: The device of the buffers, of one type on all ranks: that of the weights; the CPU by default.
         takeover: Take the workers over that ranks speak for: they are the set. They may belong to another log, which is
             lost; a new log commits to the version that they all serve, and they go on serving it. The caller vouches
             that other members of the log have ended: if they live, they serve an old version.
@@ -88,7 +88,7 @@ class Updater:
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         options = options if options is not None else UpdateOptions()
-        self.device = device = device if device is not None else torch.device("cpu")
+        self.device = device = _own(device if device is not None else torch.device("cpu"))
         world = world if world is not None else RankWorld.of_torch()
         self.rank, self.world = world.rank, world.size
         worker = self.rank if worker == "rank" else worker
@@ -97,7 +97,7 @@ class Updater:
         self._running = threading.Lock()
         self._trace_group: Buckets | None = None
         self._calls = 0
-        rendezvous, inbox = Rendezvous(directory, address, world, options), Inbox()
+        rendezvous, inbox = Rendezvous(directory, address, world, options, device=device.type), Inbox()
         with rendezvous.published():
             rendezvous.key = read_key(key) if key is not None else None
             self.coordinator = self._host(rendezvous, ledger, agents)
@@ -308,3 +308,10 @@ def _names(changed: Collection[str]) -> tuple[str, ...]:
 
 
 __all__ = ["UpdateError", "Updated", "Updater"]
+
+
+def _own(device: torch.device) -> torch.device:
+    """Return the device with its index: a group is made in a thread, whose current device is the first one."""
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())

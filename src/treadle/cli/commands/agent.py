@@ -15,7 +15,9 @@ from treadle.host.extras import brought_by
 def agent(
     target: Annotated[Path, typer.Option("--to", help="The engine: the directory of its workers' sockets.")],
     at: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where rank 0 of those that call has opened its world.")],
-    worker: Annotated[int, typer.Option(help="The number of the worker.")] = 0,
+    worker: Annotated[
+        int, typer.Option(help="The number of the worker; its GPU is that number of the host's, or LOCAL_RANK.")
+    ] = 0,
     key: Annotated[
         Path | None,
         typer.Option(help="Where ranks are on several hosts: the same key on all, in a file only you can read."),
@@ -34,7 +36,7 @@ def agent(
         from treadle.update.agent import Agent, Meeting
     from treadle.cli.commands.update import take_device
 
-    device = take_device(int(os.environ.get("LOCAL_RANK", "0")))
+    device = take_device(int(os.environ.get("LOCAL_RANK", worker)))
     meeting = Meeting(host, int(port), str(key) if key is not None else None)
     speaker = Agent(target, worker, meeting, device, lambda text: err.print(text, soft_wrap=True, markup=False))
     try:
