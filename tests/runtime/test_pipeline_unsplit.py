@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import cast
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import treadle
 from tests.support.cases import (
@@ -33,6 +34,8 @@ from tests.support.oracle import (
 )
 from tests.support.ranks import check, run_ranks
 from treadle.ir.ops import LaneKind, OpKind
+from treadle.runtime.model.segments import Segment, compute, reference_forward
+from treadle.runtime.model.weight_grad import SplitForward
 
 
 def bare_stages() -> list[nn.Module]:
@@ -129,3 +132,69 @@ def test_replicas_of_which_only_some_can_split_are_right_or_refused() -> None:
     stages = make_stages(4)
     losses = run_whole(stages, cut([make_batch(4, replica) for replica in range(2)], 4), mean_loss)
     hold([(loss, grads) for _, loss, grads in ranks], (sum(losses) / 8, grads_of(dict(enumerate(stages)))))
+
+
+class Layer(nn.Module):
+    """A layer in segments; `mlp` may be compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.mlp = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def segments(self) -> list[Segment]:
+        return [
+            compute("attn", self.attn, reads="x", writes="h"),
+            compute("mlp", lambda h: h + torch.tanh(self.mlp(h)), reads="h", writes="x"),
+        ]
+
+
+def layered_stages() -> list[nn.Sequential]:
+    torch.manual_seed(17)
+    return [nn.Sequential(Layer(), Layer()).double() for _ in range(2)]
+
+
+def step_compiled_layer(rank: int) -> tuple[float, dict[str, Tensor], set[str], int, list[str]]:
+    """The second stage has a compiled submodule."""
+    stages, schedule, mesh = layered_stages(), schedule_of("zb-h1", 2, 4), make_mesh(2)
+    last = stages[1][1]
+    assert isinstance(last, Layer)
+    last.mlp.compile(backend="eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe = treadle.Pipeline({0: stages[rank]}, schedule, mesh=mesh, loss_fn=nn.functional.mse_loss, deadline_s=600)
+    torch.manual_seed(3)
+    x = torch.randn(4 * 5, 6, dtype=torch.float64)
+    deferred = 0
+    for part in stages[rank].modules():
+        deferred += isinstance(vars(part).get("forward"), SplitForward)
+    loss = pipe.step(x, x)
+    kinds = kinds_of(pipe, 0)
+    grads = {name: param.grad for name, param in stages[rank].named_parameters() if param.grad is not None}
+    pipe.close()
+    return float(loss), grads, kinds, deferred, [str(w.message) for w in caught if "dgrad" in str(w.message)]
+
+
+@pytest.mark.slow
+def test_a_compiled_submodule_joins_the_backward_of_its_own_stage_alone() -> None:
+    stages = layered_stages()
+    torch.manual_seed(3)
+    x = torch.randn(4 * 5, 6, dtype=torch.float64)
+    total = 0.0
+    for part in x.chunk(4):
+        h = part
+        for layer in (layer for stage in stages for layer in stage):
+            assert isinstance(layer, Layer)
+            h = reference_forward(layer, h)["x"]
+        loss = nn.functional.mse_loss(h, part) / 4
+        torch.autograd.backward(loss)
+        total += float(loss.detach())
+    ranks = check(run_ranks(2, step_compiled_layer))
+    for rank, (made, grads, kinds, deferred, said) in enumerate(ranks):
+        assert made == pytest.approx(total, rel=1e-12)
+        for name, param in stages[rank].named_parameters():
+            torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-14)
+        assert {"ATTN_W", "MLP_W"} <= kinds
+        assert deferred == (4 if rank == 0 else 0)
+        assert [text.partition(";")[0] for text in said] == (
+            ["stage 1 runs dgrad and wgrad together: it is compiled (1.mlp)"] if rank else []
+        )

@@ -6,6 +6,7 @@ any of these is reported to all ranks, and leaves the modules as they were.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -187,6 +188,7 @@ def _meet(
         check_shapes(joined.options.shapes)
         check_modules(joined.modules, schedule, position)
         splits = examine(joined.modules, schedule)
+        _warn_of_whole_backwards(splits, schedule, position)
         stages = stages_of(joined.modules, schedule, position.pp_rank, splits)
         claims += stages.claims(schedule.placement, position.pp_rank)
         told = [stages.encode(), rows_of(tied, schedule.placement.num_stages)]
@@ -202,6 +204,18 @@ def examine(modules: Mapping[int, nn.Module], schedule: Schedule) -> dict[int, W
     """Return how far the backward of each chunk can be split, for those where it matters."""
     halved = {action.chunk for row in schedule.rows for c in row for action in c.actions if action.kind is Kind.W}
     return {c: split.examine(module) for c, module in modules.items() if c in halved or is_layered(module)}
+
+
+def _warn_of_whole_backwards(splits: Mapping[int, WeightGradSplit], schedule: Schedule, position: MeshPosition) -> None:
+    """Report once for each stage, in its first replica, that it trains and cannot run wgrad apart from dgrad."""
+    for chunk, found in splits.items():
+        if found.why is not None and found.num_params and position.dp_rank == 0:
+            stage = schedule.placement.stage(position.pp_rank, chunk)
+            warnings.warn(
+                f"stage {stage} runs dgrad and wgrad together: {found.why}; leave that part uncompiled, with plain "
+                "parameters, for zero bubble. Other stages split theirs",
+                stacklevel=2,
+            )
 
 
 def _connect(joined: JoinedRank, agreed: AgreedPart, given_back: ExitStack) -> None:

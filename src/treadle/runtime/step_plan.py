@@ -107,7 +107,7 @@ def shape_of(met: Handshake, schedule: Schedule, options: RunOptions) -> Lowerin
         by_layer=True,
         moe=bool(met.segments),
         padded="counts" not in met.segments,
-        split=WEIGHTS if all(met.splits.values()) else (),
+        split=WEIGHTS if any(met.splits.values()) else (),  # of the others such an op finds nothing deferred
         offload=saved == "offload",
         recompute=again,
     )
