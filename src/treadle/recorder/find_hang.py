@@ -12,6 +12,7 @@ from treadle.recorder.dump_file import GroupName, RankDump, RecorderEntry
 from treadle.recorder.hang_cause import HungGroup
 from treadle.recorder.hang_report import HangReport
 from treadle.recorder.placing import MatchedPlan, PlacedRank, place
+from treadle.schedules import SCHEDULES, generate
 from treadle.verifier.communicator_queues import Communicators
 
 
@@ -35,7 +36,8 @@ def find_hang(
         A cause for each pipeline of the run, with the chain from each rank to it.
 
     Raises:
-        ValueError: a file is no dump, or the dumps are of a pipeline of another size than the schedule's.
+        ValueError: a file is no dump, the dumps are of a pipeline of another size than the schedule's, or another
+            schedule explains them.
         OSError: a file cannot be read.
 
     Example:
@@ -47,6 +49,55 @@ def find_hang(
     """
     paths = [Path(dumps)] if isinstance(dumps, str | Path) else [Path(path) for path in dumps]
     read = read_dumps(paths, prefix)
+    report = _diagnosed(read, schedule, communicators)
+    if any(pipeline.cause == "order" for pipeline in report.pipelines):
+        other = _other_schedule(read, schedule, communicators)
+        if other is not None:
+            raise ValueError(
+                f"the dumps are not of {schedule.name} with {schedule.num_microbatches} micro-batches, which is no "
+                f"rank's fault: {other} explains the messages of all ranks; name the schedule that ran"
+            )
+    return report
+
+
+def _other_schedule(dumps: Mapping[int, RankDump], given: Schedule, communicators: Communicators | None) -> str | None:
+    """Return the options of a schedule that explains the messages of all ranks, the likeliest slip first."""
+    num, vpp = given.num_microbatches, given.placement.vpp
+    sizes = [mbs for mbs in (num // 2, 2 * num) if mbs >= given.pp]
+    named = [(name, chunks) for name in SCHEDULES for chunks in (None, 2)]
+    own = [(given.name, None), (given.name, vpp)]
+    others = [(*each, mbs) for mbs in sizes for each in own]
+    others += [(name, chunks, mbs) for mbs in (num, *sizes) for name, chunks in named]
+    others += [(*each, mbs) for mbs in range(2 * num, given.pp - 1, -1) for each in own]
+    for name, chunks, mbs in others:
+        if (name, mbs) == (given.name, num):
+            continue
+        try:
+            found = generate(name, pp=given.pp, vpp=chunks, microbatches=mbs)
+            report = _diagnosed(dumps, found, communicators)
+        except ValueError:
+            continue
+        explained = all(pipeline.cause not in ("order", "outside") for pipeline in report.pipelines)
+        if explained and _sends_in_order(dumps, found):
+            size = f"--pp {given.pp}{f' --vpp {chunks}' if chunks is not None else ''} -m {mbs}"
+            return f"'--schedule {name} {size}'"
+    return None
+
+
+def _sends_in_order(dumps: Mapping[int, RankDump], schedule: Schedule) -> bool:
+    """Say whether every rank has sent to the peers that the schedule has, in its order."""
+    plan = MatchedPlan.of(schedule)
+    for group in _groups(dumps, schedule.pp)[0]:
+        for rank, entries in group.entries.items():
+            planned = [plan.ends[op] for op in plan.messages(rank) if plan.ends[op].is_send]
+            sent = [e.message for e in entries if e.message is not None and e.message.is_send and not e.is_object]
+            if any(not planned or end != planned[place % len(planned)] for place, end in enumerate(sent)):
+                return False
+    return True
+
+
+def _diagnosed(read: Mapping[int, RankDump], schedule: Schedule, communicators: Communicators | None) -> HangReport:
+    """Return the cause for each pipeline."""
     plan = MatchedPlan.of(schedule)
     groups, remarks = _groups(read, schedule.pp)
     batched = any(entry.in_batch for dump in read.values() for entry in dump.entries)

@@ -86,7 +86,7 @@ class Waiting:
             left = [op for op in cells if not passed[op]]
             at: tuple[int | None, list[int]] = (None, left)
             for place, op in enumerate(left):
-                missing = [need for need in program.deps(op) if need in ends and not hung.completed[need]]
+                missing = [need for need in self._needs(op) if need in ends and not hung.completed[need]]
                 if missing and (rank not in hung.placed or all(hung.launched[need] for need in missing)):
                     at = op, left[:place]
                 elif missing or op in makers:
@@ -96,6 +96,16 @@ class Waiting:
                 break
             found.append(at)
         return found
+
+    def _needs(self, cell: int) -> set[int]:
+        """What a cell waits for; an overlapped pair waits for the inputs of both."""
+        program = self.hung.plan.program
+        first, after = cell, cell + 1
+        while program.joined[first]:
+            first -= 1
+        while after < program.num_ops and program.joined[after]:
+            after += 1
+        return {need for op in range(first, after) for need in program.deps(op)}
 
     @cached_property
     def _silent(self) -> Bools:
@@ -123,10 +133,11 @@ class Waiting:
     def graph(self) -> Graph:
         """The edges of the order of issue, and those to the cells at which hosts are."""
         graph = self.queues.graph(eager=False, creation="before")
-        host = list(self._host_edges())
-        target = np.concatenate([graph.target, np.array([a for a, _ in host], np.int32)])
-        source = np.concatenate([graph.source, np.array([b for _, b in host], np.int32)])
-        kind = np.concatenate([graph.kind, np.full(len(host), _HOST_IS_AT, np.uint8)])
+        host, pairs = list(self._host_edges()), list(self._pair_edges())
+        target = np.concatenate([graph.target, np.array([a for a, _ in (*host, *pairs)], np.int32)])
+        source = np.concatenate([graph.source, np.array([b for _, b in (*host, *pairs)], np.int32)])
+        kinds = np.repeat(np.array([_HOST_IS_AT, Why.NEED], np.uint8), [len(host), len(pairs)])
+        kind = np.concatenate([graph.kind, kinds])
         return Graph(graph.node, graph.num_nodes, source.astype(np.int32), target.astype(np.int32), kind)
 
     def _host_edges(self) -> Iterator[tuple[int, int]]:
@@ -135,10 +146,18 @@ class Waiting:
             cell = self.host_at(rank)
             if cell is None:
                 continue
-            needs = set(program.deps(cell))
+            needs = self._needs(cell)
             for op in self.row(rank):
                 if op in self.hung.plan.ends and not self.issued[op] and op not in needs:
                     yield int(self.item[op]), int(self.item[cell])
+
+    def _pair_edges(self) -> Iterator[tuple[int, int]]:
+        """From the first op of each overlapped pair to the ends of the messages that the second one waits for."""
+        program, ends = self.hung.plan.program, self.hung.plan.ends
+        for second in np.flatnonzero(program.joined).tolist():
+            for need in program.deps(second):
+                if need in ends:
+                    yield int(self.item[second - 1]), self.queues.num + int(self.item[need])
 
     @cached_property
     def done(self) -> Bools:

@@ -112,6 +112,12 @@ def place(step: MatchedPlan, rank: int, entries: Sequence[RecorderEntry]) -> Pla
     """
     sent = [entry for entry in entries if entry.message is not None and not entry.is_object]
     known = [entry for entry in sent if entry.message in step.channels]
+    for message in (entry.message for entry in known if entry.message is not None):
+        if _holder(message) != rank:
+            raise ValueError(
+                f"the dump of rank {rank} of the pipeline has messages of rank {_holder(message)}: its file was "
+                "renamed, or is numbered by node; name each file by its rank in the run, as torch does"
+            )
     strange = tuple(entry.message for entry in sent if entry.message is not None and entry.message not in step.channels)
     before = _num_before(entries)
     next_place = dict.fromkeys((end for end in step.channels if _holder(end) == rank), 0)
