@@ -20,9 +20,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the tests' devices
 
-from counted import model, update
+from counted import model, runtime, update
 
-ROOMS: dict[str, Callable[[], dict[str, float]]] = {"model": model.counts, "update": update.counts}
+ROOMS: dict[str, Callable[[], dict[str, float]]] = {
+    "model": model.counts,
+    "runtime": runtime.counts,
+    "update": update.counts,
+}
 
 HERE = Path(__file__).parent
 BEFORE = HERE / "counted" / "before.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,7 @@ def schedules(pp: int) -> list[treadle.Schedule]:
 
 
 def run_traced(rank: int, pp: int, dp: int, *, reduce: bool = True) -> list[treadle.Trace]:
-    """The traces of the second steps."""
-    del rank
+    """The traces of the second steps: of the whole mesh on the first rank, of its own pipeline on each other."""
     mesh, traces = make_mesh(pp, dp), []
     replica = mesh.get_local_rank("dp") if dp > 1 else 0
     for schedule in schedules(pp):
@@ -49,7 +49,9 @@ def run_traced(rank: int, pp: int, dp: int, *, reduce: bool = True) -> list[trea
         pipe = treadle.Pipeline(own, schedule, mesh=mesh, loss_fn=mean_loss)
         for _ in range(2):
             take_step(pipe, *make_batch(schedule.num_microbatches, replica), reduce=reduce)
-        traces.append(pipe.gather_trace())
+        own_trace, whole = pipe.gather_trace(), pipe.gather_mesh_trace()
+        assert (whole is not None) == (rank == 0)
+        traces.append(whole or own_trace)
         pipe.close()
     return traces
 
@@ -103,10 +105,15 @@ def test_a_trace_is_a_possible_run_of_its_program(pp: int, dp: int) -> None:
         assert program.num_ranks == pp * dp
         assert verify_program(program, expected(program)).clean
         assert first.about.startswith("measured, step 1")
-        for other in others:
-            assert unlike(first.program, other.program) == ""
-            assert np.array_equal(first.start, other.start)
-            assert np.array_equal(first.end, other.end)
+        for rank, other in enumerate(others, 1):
+            hold(other)
+            assert other.program.num_ranks == pp
+            if rank != rank % dp:  # the first other rank of its pipeline
+                beside = others[rank % dp - 1] if rank % dp else first
+                assert dp > 1 or unlike(beside.program, other.program) == ""
+                if beside is not first or dp == 1:
+                    assert np.array_equal(beside.start, other.start)
+                    assert np.array_equal(beside.end, other.end)
         assert all(len(times) == 1 for times in ends_of_messages(first).values()), (
             "both ends of a message have one view"
         )
@@ -117,12 +124,36 @@ def test_a_trace_is_a_possible_run_of_its_program(pp: int, dp: int) -> None:
 
 @pytest.mark.slow
 def test_a_step_that_does_not_reduce_has_no_reductions() -> None:
-    for traces in check(run_ranks(4, local_traced, 2, 2)):
+    for rank, traces in enumerate(check(run_ranks(4, local_traced, 2, 2))):
         for trace in traces:
             hold(trace)
             assert not bool((trace.program.kind == OpKind.REDUCE_GRAD).any())
             assert not bool((trace.program.lane_kind == LaneKind.DP).any())
-            assert trace.program.num_ranks == 4
+            assert trace.program.num_ranks == (4 if rank == 0 else 2)
+
+
+def peak_of_traces(rank: int) -> tuple[int, int]:
+    """The most memory that a rank takes for the trace of its pipeline, and for that of the mesh."""
+    mesh, schedule = make_mesh(1, 4), treadle.generate("interleaved-overlap", pp=1, microbatches=64)
+    pipe = treadle.Pipeline(chunks_of(schedule, 0, make_stages(2)), schedule, mesh=mesh, loss_fn=mean_loss)
+    take_step(pipe, *make_batch(schedule.num_microbatches, rank), reduce=True)
+    peaks = []
+    tracemalloc.start()
+    for gather in (pipe.gather_trace, pipe.gather_mesh_trace):
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        gather()
+        peaks.append(tracemalloc.get_traced_memory()[1] - before)
+    tracemalloc.stop()
+    pipe.close()
+    return peaks[0], peaks[1]
+
+
+@pytest.mark.slow
+def test_only_the_first_rank_has_memory_for_a_trace_of_the_mesh() -> None:
+    first, *others = check(run_ranks(4, peak_of_traces))
+    for of_pipeline, of_mesh in others:
+        assert max(of_pipeline, of_mesh) < first[1] / 3
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ CALLS = (
     "grad_norm()",
     "gather_trace()",
     "the exchange of parameters",
-    "the agreement on the next step",
     "the agreement between steps",
 )
 """What a rank may be in. Calls of one name may meet."""

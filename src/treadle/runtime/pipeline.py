@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -41,7 +41,7 @@ from treadle.runtime.run.executor import Executor
 from treadle.runtime.run.step_trace import merge
 from treadle.runtime.shapes import MIXED, agree_on_shapes, exchanges_blindly
 from treadle.runtime.stale_parameters import StaleParameters, refuse_stale
-from treadle.runtime.step_report import StepReport, report_of
+from treadle.runtime.step_report import NUM_TOLD, OwnShare, StepReport, report_of
 from treadle.runtime.ties import Tied
 
 DEFAULTS = RunOptions()
@@ -125,6 +125,8 @@ class Pipeline:
         *,
         side: Side | None = None,
         num_tokens: float | None = None,
+        norm: bool = False,
+        tell: Callable[[], Sequence[float]] | None = None,
     ) -> Tensor:
         """One step over all micro-batches; the loss of the global batch, on every rank. Gradients are in `.grad`.
 
@@ -135,7 +137,9 @@ class Pipeline:
 
         The gradient is that of sum(losses) / num_tokens over all micro-batches of all replicas; without `num_tokens`,
         of their mean. Auxiliary losses are always averaged over micro-batches and replicas. A second step adds to
-        `.grad`. In `no_sync()` it stays this rank's share, for a later step to reduce. `report` says more.
+        `.grad`. In `no_sync()` it stays this rank's share, for a later step to reduce. `report` says more: with `norm`
+        also the 2-norm of the whole gradient, and of each of the two numbers at most that `tell()` returns after the
+        last op, the largest of any rank. They travel with the loss.
 
         A step that raises leaves `.grad` and the random state as they were, on every rank; only buffers keep what
         forwards wrote. Where all ranks raise the same, and where there is one rank, the next step goes on as if there
@@ -162,7 +166,8 @@ class Pipeline:
             self._run(chosen, self.stages)
             self.gradients.finish(reduce=reduce)
             saved = store.report() if store is not None else None
-            report = self._finish(self.stages, scale, self.gradients.num_bad(), saved)
+            share = self._own_share(tell, norm=norm and reduce)
+            report = self._finish(self.stages, scale, self.gradients.num_bad(), saved, share)
             self.gradients.keep()
         self.report, self._last = report, chosen
         self._stale.gathered()  # a step that failed gathers once more
@@ -212,7 +217,7 @@ class Pipeline:
             self._guard.resume()
             self._agree_on_shapes(stages, InputShapes())
             self._run(chosen, stages)
-            self.report = self._finish(stages, scale, 0, None)
+            self.report = self._finish(stages, scale, 0, None, OwnShare())
         self._begin(chosen, stages, scale)  # forgets what was on its way
         return self.report.loss
 
@@ -307,8 +312,17 @@ class Pipeline:
         with drawing(generator_of(self.device), seeds=seeds, restores=seeds or stages is not self.stages):
             chosen.run(self._guard)
 
-    def _finish(self, stages: dict[int, Chunk], scale: float, num_bad: int, saved: SavedReport | None) -> StepReport:
-        return report_of(self._part, stages, scale, self._scale(None), num_bad, saved)
+    def _own_share(self, tell: Callable[[], Sequence[float]] | None, *, norm: bool) -> OwnShare:
+        numbers = tuple(tell()) if tell is not None else ()
+        if len(numbers) > NUM_TOLD:
+            raise ValueError(f"tell() returns {NUM_TOLD} numbers at most, got {len(numbers)}")
+        squared = share_of_norm(self._counted_gradients(), 2.0, self.device) if norm else None
+        return OwnShare(squared, numbers)
+
+    def _finish(
+        self, stages: dict[int, Chunk], scale: float, num_bad: int, saved: SavedReport | None, share: OwnShare
+    ) -> StepReport:
+        return report_of(self._part, stages, scale, self._scale(None), num_bad, saved, share)
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -455,7 +469,7 @@ class Pipeline:
     def together(self, what: str) -> Iterator[None]:
         """Watches over what all ranks do together between steps: one that is lost meanwhile is named on all others.
 
-        `what` is "the exchange of parameters" of an optimizer, or "the agreement on the next step".
+        `what` is "the exchange of parameters" of an optimizer, or "the agreement between steps".
         """
         self._refuse_closed()
         with self._guard.step(self._step), self._guard.together(what):
@@ -465,25 +479,61 @@ class Pipeline:
     # -- what happened -----------------------------------------------------------------------------------------------
 
     def gather_trace(self) -> Trace:
-        """Return what the last step's ops took, all ranks on one clock. Every rank of the mesh calls it."""
+        """Return the times of the last step's ops in this rank's pipeline, its ranks on one clock.
+
+        Every rank of the mesh calls it.
+        """
+        with self._gathering():
+            times = self._times_of_pipeline()
+        assert self._last is not None
+        start, end = times.numpy()
+        return merge(self._last.program, start, end, about=self._about_trace)
+
+    def gather_mesh_trace(self) -> Trace | None:
+        """Return the times of the last step's ops in all pipelines on the first rank of the mesh, None on the others.
+
+        Every rank of the mesh calls it. The trace takes about 70 bytes for each op of each GPU.
+        """
+        position, first = self.position, self.position.ranks[0][0]
+        with self._gathering():
+            times = self._times_of_pipeline()
+            replicas = [times]
+            if position.pp_rank == 0 and self.groups.replica_group is not None:
+                ranks = self.groups.replica_group.ranks
+                if position.rank != first:
+                    self.groups.replica_group.send(times, ranks.index(first))
+                else:
+                    replicas += [torch.empty_like(times) for _ in position.dp_ranks[1:]]
+                    for rank, room in zip(position.dp_ranks[1:], replicas[1:], strict=True):
+                        self.groups.replica_group.recv(room, ranks.index(rank))
+        if position.rank != first:
+            return None
+        assert self._last is not None
+        program = spread(self._last.program, ep=position.ep, dp=position.dp // position.ep)
+        start, end = torch.cat(replicas, dim=1).numpy()
+        return merge(program, start, end, about=self._about_trace)
+
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        """Wraps what all ranks do to have a trace of the last step."""
         self._refuse_closed()
         if self._last is None:
             raise ValueError("there is no step yet to have a trace of")
-        program = spread(self._last.program, ep=self.position.ep, dp=self.position.dp // self.position.ep)
-        times = torch.from_numpy(self._last.times())
-        mine = times >= 0
         with self._guard.step(self._step), self._guard.together("gather_trace()"):
             self._announce("gather_trace()")
-            times = torch.where(mine, times + self._clock_offset, 0)
-            self.groups.pp_group.all_reduce(times)
-            replicas = [times]
-            if self.groups.replica_group is not None:
-                gathered = dict(
-                    zip(self.groups.replica_group.ranks, self.groups.replica_group.all_gather(times), strict=True)
-                )
-                replicas = [gathered[rank] for rank in self.position.dp_ranks]
-        start, end = torch.cat(replicas, dim=1).numpy()
-        return merge(program, start, end, about=f"measured, step {self._step - 1}, {self.device.type}")
+            yield
+
+    def _times_of_pipeline(self) -> Tensor:
+        """Return [start or end, op] of the last step's ops in this rank's pipeline."""
+        assert self._last is not None
+        times = torch.from_numpy(self._last.times())
+        times = torch.where(times >= 0, times + self._clock_offset, 0)
+        self.groups.pp_group.all_reduce(times)
+        return times
+
+    @property
+    def _about_trace(self) -> str:
+        return f"measured, step {self._step - 1}, {self.device.type}"
 
     @cached_property
     def _clock_offset(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from treadle.dist.gathering import gather_json
+from treadle.dist.groups import Group
 from treadle.dist.rank_groups import Groups
 from treadle.dist.streams import HOST_MEMORY, Download
 from treadle.runtime.model.chunk import Chunk
@@ -29,7 +30,9 @@ class StepReport:
     single process; if not, it is this rank's share, which a later step outside `no_sync()` adds up. `saved`: the bytes
     that this rank's layers saved for backward, where they are counted. `by_name`: where stages have further losses (MTP
     blocks, `FurtherLoss`), each of them before its weight, and `main`, that of `loss_fn`, scaled as `loss` is; where
-    they have auxiliary ones, `aux_loss`, their mean over micro-batches and replicas, which `loss` has in it.
+    they have auxiliary ones, `aux_loss`, their mean over micro-batches and replicas, which `loss` has in it. `norm`:
+    the 2-norm of the whole gradient, where `step` was asked for it. `largest`: of each number that ranks gave `step`
+    the largest.
 
     Example:
         >>> StepReport(torch.tensor(0.5), torch.tensor([0.25, 0.75]), finite=True, reduced=True).finite
@@ -43,11 +46,14 @@ class StepReport:
     reduced: bool
     saved: SavedReport | None = None
     by_name: dict[str, Tensor] = field(default_factory=dict)
+    norm: Tensor | None = None
+    largest: tuple[float, ...] = ()
 
 
 class AgreedLosses(NamedTuple):
     """The loss of the global batch and its auxiliary part, the losses of this pipeline, and over all ranks numbers of
-    bad gradients, of losses with names and of auxiliary ones; `alike`: all ranks scale alike.
+    bad gradients, of losses with names and of auxiliary ones; `alike`: all ranks scale alike. `norm` is that of the
+    gradient, `largest` of each number the largest.
     """
 
     loss: Tensor
@@ -57,6 +63,19 @@ class AgreedLosses(NamedTuple):
     num_named: int
     num_aux: int
     alike: bool
+    norm: Tensor
+    largest: tuple[float, ...]
+
+
+NUM_TOLD = 2
+"""Numbers that a rank may give a step: all ranks exchange as many, whether they give any or not."""
+
+
+class OwnShare(NamedTuple):
+    """What a rank adds to a step's agreement besides losses: to the square of the gradient's norm; own numbers."""
+
+    norm: Tensor | None = None
+    numbers: Sequence[float] = ()
 
 
 class Counts(NamedTuple):
@@ -67,25 +86,43 @@ class Counts(NamedTuple):
     aux: int
 
 
-def agree(groups: Groups, losses: Tensor, scale: float, counts: Counts) -> AgreedLosses:
-    """Return what all ranks have in common behind a step.
+def agree(groups: Groups, own: Tensor, numbers: Sequence[float], scale: float, counts: Counts) -> AgreedLosses:
+    """Return what all ranks have in common after a step, by one reduction along the pipeline and one over replicas.
 
-    It sums float64 in the order of micro-batches, so the loss does not depend on the schedule. `losses` are on the CPU,
-    one a micro-batch and then the sum of the auxiliary ones among them.
+    It sums float64 in the order of micro-batches, so the loss does not depend on the schedule. `own` is on the CPU: the
+    losses, one a micro-batch and then the sum of the auxiliary ones among them, and the share of the squared norm.
     """
-    remainder = float(hash(scale) % _PRIME)
-    said = losses.new_tensor([*counts, 1.0, remainder, remainder**2])
-    both = torch.cat([losses, said])
-    groups.pp_group.all_reduce(both)
-    losses, aux = both[: len(losses) - 1], both[len(losses) - 1]
-    total = torch.cat([torch.stack([losses.sum(), aux]) * scale, both[len(losses) + 1 :]])
+    remainder, num = float(hash(scale) % _PRIME), len(own) - 2
+    said = own.new_tensor([*counts, 1.0, remainder, remainder**2])
+    both, largest = _reduced(groups.pp_group, torch.cat([own, said]), own.new_tensor(numbers))
+    losses, aux, squared = both[:num], both[num], both[num + 1]
+    total = torch.cat([torch.stack([losses.sum() * scale, aux * scale, squared]), both[num + 2 :]])
     if groups.replica_group is not None:
-        groups.replica_group.all_reduce(total)
+        total, largest = _reduced(groups.replica_group, total, largest)
     if groups.copies_group is not None:
-        total[:2] /= 2  # each pipeline is there with two of its ranks
-    loss, aux, bad, named, num_aux, num, plain, square = total
-    alike = bool(num * square == plain * plain)
-    return AgreedLosses(loss, aux, losses, int(bad) if alike else 0, int(named), int(num_aux), alike)
+        total[:3] /= 2  # each pipeline is there with two of its ranks
+    loss, aux, squared, bad, named, num_aux, num_ranks, plain, square = total
+    alike = bool(num_ranks * square == plain * plain)
+    return AgreedLosses(
+        loss,
+        aux,
+        losses,
+        int(bad) if alike else 0,
+        int(named),
+        int(num_aux),
+        alike,
+        squared.sqrt(),
+        tuple(largest.tolist()),
+    )
+
+
+def _reduced(group: Group, sums: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sums, and of numbers the largest, over a group, by one reduction: each rank's numbers have a row."""
+    rows = numbers.new_zeros(len(group.ranks), len(numbers))
+    rows[group.group_rank] = numbers
+    both = torch.cat([sums, rows.flatten()])
+    group.all_reduce(both)
+    return both[: len(sums)], both[len(sums) :].view_as(rows).amax(0)
 
 
 def agree_by_name(groups: Groups, named: Mapping[str, float], scale: float) -> dict[str, float]:
@@ -103,16 +140,24 @@ def agree_by_name(groups: Groups, named: Mapping[str, float], scale: float) -> d
 
 
 def report_of(
-    part: RankPart, stages: Mapping[int, Chunk], scale: float, mean: float, num_bad: int, saved: SavedReport | None
+    part: RankPart,
+    stages: Mapping[int, Chunk],
+    scale: float,
+    mean: float,
+    num_bad: int,
+    saved: SavedReport | None,
+    share: OwnShare,
 ) -> StepReport:
     """Agree with all ranks on the loss, and return the report. `mean` is the scale of the mean over micro-batches."""
     home = part.joined.device if part.joined.device.type != "meta" else HOST_MEMORY  # meta tensors carry no numbers
     own, num_aux = _own_losses(part, stages, mean / scale, home)
     named = [(name, loss) for stage in stages.values() for mb in stage.microbatches() for name, loss in mb.named]
     counts = Counts(num_bad, sum(name != MAIN for name, _ in named), num_aux)
-    own = Download(own).tensor(part.joined.waits.await_event)
+    squared = share.norm if share.norm is not None and not share.norm.is_meta else own.new_zeros(())
+    own = Download(torch.cat([own, squared.reshape(1)])).tensor(part.joined.waits.await_event)
+    numbers = [*share.numbers, *[0.0] * (NUM_TOLD - len(share.numbers))]
     with part.joined.guard.together("the agreement on the loss"):
-        agreed = agree(part.agreed.groups, own, scale, counts)
+        agreed = agree(part.agreed.groups, own, numbers, scale, counts)
     if not agreed.alike:
         raise ValueError(
             "ranks gave different num_tokens; it is the count of the whole global batch, the same on every rank"
@@ -123,7 +168,9 @@ def report_of(
     if agreed.num_aux:
         by_name = {MAIN: loss - agreed.aux_loss.to(home), **by_name, AUX_LOSS: agreed.aux_loss.to(home)}
     part.joined.guard.resume()
-    return StepReport(loss, losses, finite, part.gradients.reduced, saved, by_name)
+    norm = agreed.norm.to(home) if share.norm is not None else None
+    largest = agreed.largest[: len(share.numbers)]
+    return StepReport(loss, losses, finite, part.gradients.reduced, saved, by_name, norm, largest)
 
 
 def _own_losses(part: RankPart, stages: Mapping[int, Chunk], tokens: float, home: torch.device) -> tuple[Tensor, int]:

@@ -25,6 +25,8 @@ class StepFacts:
 
     aux_loss: float | None
     tokens_per_s: float
+    """Of all time since the step before was reported: evaluations, saves and traces in it count."""
+
     bubble: float | None
     """The idle share of the busiest rank; None where it was not measured."""
 

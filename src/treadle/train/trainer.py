@@ -90,6 +90,8 @@ class Trainer:
         self.step = 0
         """Steps done."""
         self._loss = math.nan
+        self._counted_s = perf_counter()
+        self._is_asked_to_stop = False
         self._batches: Iterator[Batch] | None = None
         try:
             self._resume()
@@ -228,17 +230,18 @@ class Trainer:
         training, stopped = self.config.training, False
         if self.step >= training.steps:
             self.log.say(f"all {training.steps} steps are done; a larger training.steps goes on")
+        self._since_last()
         with StopSignal() as stop:
             while self.step < training.steps and not stopped:
-                facts = self.train_step()
-                stopped, peak = self._agree(stop.came)
-                told = self._tell(facts, peak)
+                facts = self.train_step(stop)
+                stopped = self._is_asked_to_stop
+                self._log_step(facts)
                 if training.eval_every and (self.step % training.eval_every == 0 or self.step == training.steps):
                     self.evaluate()
                 if self.checkpoints.due(self.step) or stopped or self.step == training.steps:
                     self.save()
                 if after_step is not None:
-                    after_step(told)
+                    after_step(facts)
             if self.config.checkpoint.export and self.step == training.steps:
                 self.pipe.gather_parameters()
                 save_pretrained(self.stages, self.config.model, self.output / "model")
@@ -247,9 +250,9 @@ class Trainer:
             self.log.say(f"stopped by SIGTERM, saved at step {self.step}; the same command goes on from there")
         return RunResult(self.step, self._loss, stopped)
 
-    def train_step(self) -> StepFacts:
-        """Run the next step: forward, backward, clipping, update."""
-        start, lr = perf_counter(), self._lr(self.step)
+    def train_step(self, stop: StopSignal | None = None) -> StepFacts:
+        """Run the next step: forward, backward, clipping, update. Ranks agree once, after the last backward."""
+        lr = self._lr(self.step)
         torch.manual_seed(step_seed(self.config.training.seed, self.step))
         batch = self._next_batch()
         self.pipe.step(
@@ -257,22 +260,30 @@ class Trainer:
             batch.targets,
             side=batch.side(self.plan.schedule.num_microbatches),
             num_tokens=batch.num_tokens,
+            norm=True,
+            tell=lambda: (float(stop is not None and stop.came), float(peak_bytes(self.world.device))),
         )
         report = self.pipe.report
         assert report is not None
+        asked, peak = report.largest
+        self._is_asked_to_stop = asked > 0
         if not report.finite:
             self._stop_not_finite(batch, float(report.loss))
-        norm = float(self.optimizer.clip(self.config.training.clip_norm or math.inf))
+        norm = float(self.optimizer.clip(self.config.training.clip_norm or math.inf, report.norm))
         self.optimizer.step(lr)
         self.optimizer.zero_grad()
         self._balance_experts()
-        took_s = perf_counter() - start
         self.step += 1
         bubble, hidden = self._measure()
         self._loss = float(report.by_name.get(MAIN, report.loss))
         aux = float(report.by_name[AUX_LOSS]) if AUX_LOSS in report.by_name else None
         tokens = self.config.training.global_batch_size * self.config.training.seq_len
-        return StepFacts(self.step, self._loss, aux, tokens / took_s, bubble, hidden, 0, norm, lr)
+        return StepFacts(self.step, self._loss, aux, tokens / self._since_last(), bubble, hidden, int(peak), norm, lr)
+
+    def _since_last(self) -> float:
+        """Return the seconds since it was called last: evaluations, saves, traces and the loader count too."""
+        before, self._counted_s = self._counted_s, perf_counter()
+        return self._counted_s - before
 
     def evaluate(self) -> float:
         """Return the mean loss of a token of held-out text, the same on every rank; the model is left as it is."""
@@ -344,35 +355,23 @@ class Trainer:
                 update_bias(self.stages, rate, self.pipe.reduce_group)
 
     def _measure(self) -> tuple[float | None, float | None]:
-        """Return bubble and hidden communication of the step, on rank 0 where it is due; write the trace where due."""
+        """Return bubble and hidden communication of rank 0's pipeline, where it is due; write the trace where due."""
         logging = self.config.logging
         measures, traces = _due(self.step, logging.measure_every), _due(self.step, logging.trace_every)
         if not measures and not traces:
             return None, None
-        trace = self.pipe.gather_trace()  # every rank has to ask
-        if self.world.rank != 0:
-            return None, None
-        if traces:
+        trace = self.pipe.gather_trace() if measures else None  # every rank has to ask
+        whole = self.pipe.gather_mesh_trace() if traces else None
+        if whole is not None:
             directory = self.output / "traces"
             directory.mkdir(exist_ok=True)
-            save_trace(trace, directory / f"step{self.step}.json.gz")
-            write_costs(trace, self.output)
-        return overlap_of(trace) if measures else (None, None)
+            save_trace(whole, directory / f"step{self.step}.json.gz")
+            write_costs(whole, self.output)
+        return overlap_of(trace) if trace is not None and self.world.rank == 0 else (None, None)
 
-    def _agree(self, stop: bool) -> tuple[bool, int]:
-        """Return whether any rank is to stop, and the most memory of any rank."""
-        both = torch.tensor([int(stop), peak_bytes(self.world.device)])
-        with self.pipe.together("the agreement on the next step"):
-            self.pipe.groups.pp_group.all_reduce(both, largest=True)  # the world may have no backend for the CPU
-            if self.pipe.groups.replica_group is not None:
-                self.pipe.groups.replica_group.all_reduce(both, largest=True)
-        return bool(both[0]), int(both[1])
-
-    def _tell(self, facts: StepFacts, peak: int) -> StepFacts:
-        told = replace(facts, peak_bytes=peak)
+    def _log_step(self, facts: StepFacts) -> None:
         printed = _due(self.step, self.config.logging.every) or self.step == self.config.training.steps
-        self.log.step(told, printed=printed)
-        return told
+        self.log.step(facts, printed=printed)
 
 
 def _due(step: int, every: int) -> bool:

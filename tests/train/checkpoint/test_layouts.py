@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.support.cases import refusal
@@ -17,6 +19,7 @@ from tests.support.ranks import check, run_ranks
 from tests.train.checkpoint.states import whole_state
 from tests.train.layouts import Layout, Placed, place, put_gradients
 from treadle.train.checkpoint import Checkpointer, State
+from treadle.train.checkpoint.planners import PartCopies, shared_out
 from treadle.train.optim import OptimizerConfig, ShardedOptimizer
 
 EXTRA = {"step": 3, "data": {"epoch": 1, "at": [1, 2]}, "rng": "00ff"}
@@ -89,6 +92,48 @@ def load_and_save(rank: int, number: int, layout: Layout, kind: Kind, directory:
             assert torch.equal(view.tensor, optimizer.state_dict()["model.embed_tokens.weight"].tensor)
     placed.pipe.close()
     return own_state(optimizer), extra
+
+
+def stage_once(rank: int, directory: Path) -> tuple[list[tuple[str, tuple[int, ...], int]], int]:
+    """The parts that a rank copies in a save, and the bytes of those that it holds."""
+    placed = place(rank, Layout(ep=2, dp=2), torch.float64)
+    optimizer = ShardedOptimizer(placed.pipe, placed.views, KINDS[0].config)
+    update(placed, optimizer, 0)
+    checkpoints, stage = Checkpointer(directory, pipe=placed.pipe), PartCopies.stage
+    staged: list[tuple[str, tuple[int, ...], int]] = []
+
+    def noted(stager: PartCopies, state: dict[str, Any]) -> dict[str, Any]:
+        staged.extend((name, part.offset, part.size_bytes) for name, part in state["parts"].items())
+        return stage(stager, state)
+
+    with mock.patch.object(PartCopies, "stage", noted):
+        checkpoints.save(0, optimizer)
+        checkpoints.wait()
+    held_bytes = sum(part.size_bytes for part in optimizer.state_dict().values())
+    checkpoints.close()
+    placed.pipe.close()
+    return staged, held_bytes
+
+
+@pytest.mark.slow
+def test_replicas_copy_each_part_once(tmp_path: Path) -> None:
+    ranks = check(run_ranks(4, stage_once, tmp_path))
+    staged = [(name, offset) for parts, _ in ranks for name, offset, _ in parts]
+    assert len(staged) == len(set(staged))
+    assert len(saved_names(tmp_path)) == len({name for name, _ in staged})
+    sizes = [sum(size_bytes for *_, size_bytes in parts) for parts, _ in ranks]
+    assert max(sizes) < 0.7 * min(held_bytes for _, held_bytes in ranks)
+    assert max(sizes) - min(sizes) < 0.05 * max(sizes), sizes
+
+
+def saved_names(directory: Path) -> set[str]:
+    (path,) = directory.glob("*/.metadata")
+    return set(FileSystemReader(path.parent).read_metadata().state_dict_metadata)
+
+
+def test_parts_are_shared_out_by_bytes() -> None:
+    both, first = [("a", (0,), 6), ("b", (0,), 5), ("c", (0,), 1)], [("own", (0,), 4)]
+    assert shared_out([[*first, *both], both]) == [{"own", "b"}, {"a", "c"}]
 
 
 def run_chain(rank: int, directory: Path) -> list[list[tuple[State, Any]]]:

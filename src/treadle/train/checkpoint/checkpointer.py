@@ -18,13 +18,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.stateful import Stateful
 
+from treadle.dist.gathering import gather_json
 from treadle.host.errors import TreadleError, named
 from treadle.runtime import Pipeline
 from treadle.train.checkpoint import on_disk
 from treadle.train.checkpoint.checkpoint_needs import forms_in, unmet, unneeded
 from treadle.train.checkpoint.lock import DirectoryLock, token_in
 from treadle.train.checkpoint.on_disk import DamagedError, Manifest
-from treadle.train.checkpoint.planners import PartCopies, PartLoadPlanner, PartSavePlanner, wrapped
+from treadle.train.checkpoint.planners import PartCopies, PartLoadPlanner, PartSavePlanner, shared_out, wrapped
 from treadle.train.checkpoint.tensor_parts import State
 from treadle.train.checkpoint.writing import PublishingWriter
 
@@ -85,6 +86,7 @@ class Checkpointer:
         except ValueError:
             dist.destroy_process_group(self._group)
             raise
+        self._pipe = pipe
         self._saving: Future[Any] | None = None
         self._step = 0
         self._intact: set[int] = set()
@@ -114,7 +116,7 @@ class Checkpointer:
         writer = PublishingWriter(path, _as_json(extra or {}), step=step, keep=self._keep, say=self._say)
         self._intact.discard(step)
         saving = async_save(
-            wrapped(_state_of(state)),
+            wrapped(self._written_here(_state_of(state))),
             storage_writer=writer,
             planner=PartSavePlanner(),
             process_group=self._group,
@@ -122,6 +124,17 @@ class Checkpointer:
         )
         assert isinstance(saving, Future), "the copy is made before it returns"
         self._saving, self._step = saving, step
+
+    def _written_here(self, parts: State) -> State:
+        """Return the parts that this rank writes: replicas hold the same parameters, and divide them."""
+        group = self._pipe.groups.replica_group
+        if group is None:
+            return parts
+        with self._pipe.together("the agreement between steps"):
+            rows = gather_json(group, [[name, part.offset, part.size_bytes] for name, part in parts.items()])
+        held = [[(name, tuple(offset), size_bytes) for name, offset, size_bytes in row] for row in rows]
+        mine = shared_out(held)[group.group_rank]
+        return {name: part for name, part in parts.items() if name in mine}
 
     def wait(self) -> None:
         """Wait until the last save is complete: on the disk, and visible.

@@ -6,7 +6,8 @@ torch gets the parts as one value (`wrapped`): it would log each of them, which 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from treadle.train.checkpoint.tensor_parts import State, TensorPart
+from treadle.train.checkpoint.tensor_parts import LeavingPart, State, TensorPart
 
 _PARTS = "parts"
 
@@ -46,8 +47,12 @@ class PartSavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        """Take the parts to write."""
-        self.state_dict, self.is_coordinator = state_dict[_PARTS], is_coordinator
+        """Take the parts to write, in the thread that writes: a device may still copy them."""
+        parts = state_dict[_PARTS]
+        self.state_dict = {
+            name: part.arrived() if isinstance(part, LeavingPart) else part for name, part in parts.items()
+        }
+        self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
         """Plan to write all parts of this rank."""
@@ -57,6 +62,25 @@ class PartSavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         """Return the tensor that is written."""
         return _tensor(self.state_dict, index)
+
+
+Held: TypeAlias = tuple[str, tuple[int, ...], int]
+"""A part that a rank holds: name, offset and bytes."""
+
+
+def shared_out(held: Sequence[Sequence[Held]]) -> list[set[str]]:
+    """Return the names of the parts that each rank writes: each once, by the holder with the fewest bytes so far."""
+    holders: dict[Held, list[int]] = {}
+    for rank, parts in enumerate(held):
+        for part in parts:
+            holders.setdefault(part, []).append(rank)
+    names: list[set[str]] = [set() for _ in held]
+    num_bytes = [0] * len(held)
+    for part in sorted(holders, key=lambda part: (len(holders[part]) > 1, -part[2], part)):
+        writer = min(holders[part], key=lambda rank: (num_bytes[rank], rank))
+        names[writer].add(part[0])
+        num_bytes[writer] += part[2]
+    return names
 
 
 class PartLoadPlanner(DefaultLoadPlanner):
@@ -85,16 +109,19 @@ class PartLoadPlanner(DefaultLoadPlanner):
 
 
 class PartCopies(AsyncStager):
-    """Copies all parts before an asynchronous save returns, so that training goes on at once."""
+    """Copies parts as an asynchronous save begins, so that training continues at once.
+
+    A device copies into pinned memory, in the order of its launches; the thread that writes waits for that.
+    """
 
     _synchronize_after_execute = False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return copies in host memory."""
-        return wrapped({name: part.copied() for name, part in state_dict[_PARTS].items()})
+        """Return copies in host memory, or on their way there."""
+        return wrapped({name: part.leaving() for name, part in state_dict[_PARTS].items()})
 
     def synchronize_staging(self) -> None:
-        """Do nothing: copies are made when `stage` returns."""
+        """Do nothing: copies are made, or launched, when `stage` returns."""
 
     def close(self) -> None:
         """Do nothing: nothing is kept."""

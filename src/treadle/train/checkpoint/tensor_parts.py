@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from treadle.dist.streams import HOST_MEMORY
+from treadle.dist.streams import HOST_MEMORY, Download, streams_of
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,34 @@ class TensorPart:
         """Return a copy in host memory, which no later step changes."""
         return TensorPart(self.tensor.to(HOST_MEMORY, copy=True), self.offset, self.shape)
 
+    def leaving(self) -> TensorPart | LeavingPart:
+        """Return a copy in host memory, or on its way there: a device copies it after what it has launched."""
+        if streams_of(self.tensor.device) is None or not self.tensor.numel():
+            return self.copied()
+        return LeavingPart(Download(self.tensor), self.offset, self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of the part."""
+        return self.tensor.nbytes
+
     @property
     def form(self) -> str:
         """The whole tensor's shape and type, for messages."""
         return form_of(self.shape, self.tensor.dtype)
+
+
+@dataclass(frozen=True)
+class LeavingPart:
+    """A part on its way to pinned memory."""
+
+    copy: Download
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def arrived(self) -> TensorPart:
+        """Wait for the device, and return the copy."""
+        return TensorPart(self.copy.tensor(), self.offset, self.shape)
 
 
 State: TypeAlias = dict[str, TensorPart]

@@ -172,10 +172,11 @@ class ShardedOptimizer:
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def clip(self, max_norm: float) -> Tensor:
+    def clip(self, max_norm: float, norm: Tensor | None = None) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most `max_norm`.
 
-        Every rank calls it. A parameter that several ranks or stages hold counts once.
+        Every rank calls it. A parameter that several ranks or stages hold counts once. `norm` is the norm if it is
+        known, as `pipe.report.norm` is after `pipe.step(..., norm=True)`.
 
         Returns:
             The norm before, the same on every rank: that of `torch.nn.utils.clip_grad_norm_` in one process.
@@ -183,7 +184,7 @@ class ShardedOptimizer:
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm is more than 0, math.inf to clip nothing, got {max_norm}")
-        norm = self._pipe.grad_norm()
+        norm = norm if norm is not None else self._pipe.grad_norm()
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch has it
         self._pipe.scale_gradients(factor)
         return norm
