@@ -104,8 +104,8 @@ PLANTS = {
         "treadle.runtime.model.parameter_bucket",
         (
             (
-                "        self._group.wait(work)\n        for number",
-                "        rows = [row.clone() for row in rows]\n        self._group.wait(work)\n        for number",
+                "        self._group.wait(work)\n        into",
+                "        rows = rows.clone()\n        self._group.wait(work)\n        into",
             ),
         ),
         "kind=sharded,num_classes=32000,dropout=False",

@@ -71,6 +71,10 @@ class Communicator(Protocol):
         """Launch an all-gather."""
         ...
 
+    def _allgather_base(self, output: Tensor, input: Tensor, /) -> dist.Work:
+        """Launch an all-gather into one tensor."""
+        ...
+
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], /
     ) -> dist.Work:

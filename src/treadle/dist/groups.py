@@ -88,6 +88,14 @@ class Group:
         gathered = [tensor.clone() for _ in self.ranks]  # the fake backend writes nothing: all ranks look like this one
         return gathered, self.communicator.allgather([gathered], [tensor])
 
+    def launch_gather_rows(self, row: Tensor) -> tuple[Tensor, dist.Work]:
+        """Launch an all-gather into one tensor, [rank, *row.shape]; the caller waits for it."""
+        self.settle()
+        rows = row.new_empty(len(self.ranks), *row.shape)
+        if is_dry():
+            rows.copy_(row.expand_as(rows))  # the fake backend writes nothing: all ranks look like this one
+        return rows, self.communicator._allgather_base(rows.flatten(0, 1), row)  # gloo compares shapes
+
     def all_reduce(self, tensor: Tensor, *, largest: bool = False) -> None:
         """Replace the tensor by the sum over all ranks, or by the largest."""
         self.wait(self.launch_reduce(tensor, largest=largest))

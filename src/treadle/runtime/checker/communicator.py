@@ -110,6 +110,15 @@ class CheckedCommunicator:
 
         return self._launch("allgather", tensors, into, go)
 
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> CheckedWork:
+        """Launches an all-gather into one tensor."""
+
+        def go() -> _Moving:
+            room = torch.empty_like(output)
+            return self._under._allgather_base(room, input.clone()), lambda: _bring([output], [room])
+
+        return self._launch("allgather", [input], [output], go)
+
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int]
     ) -> CheckedWork:

@@ -26,14 +26,14 @@ class ParameterBucket:
         self._pointers, self._runs = list[int](), list[list[Tensor]]()
         self._size = max(sum(last - first for _, first, last in owned) for owned in rows)
         self._like = next(params[0].detach() for owned in rows for params, _, _ in owned)
-        self._gathered: tuple[list[Tensor], dist.Work] | None = None
+        self._gathered: tuple[Tensor, dist.Work] | None = None
 
     def launch(self) -> None:
         """Launch the exchange."""
         self._follow()
         own = self._runs[self._group.group_rank]
         room = self._like.new_zeros(self._size - sum(map(len, own)))
-        self._gathered = self._group.launch_all_gather(torch.cat([*own, room]).view(torch.uint8))  # any type, by bits
+        self._gathered = self._group.launch_gather_rows(torch.cat([*own, room]).view(torch.uint8))  # any type, by bits
 
     def _follow(self) -> None:
         """Look up the parameters' memory, which a new `.data` has moved."""
@@ -47,12 +47,15 @@ class ParameterBucket:
         assert self._gathered is not None, "it is launched"
         (rows, work), self._gathered = self._gathered, None
         self._group.wait(work)
-        for number, (row, runs) in enumerate(zip(rows, self._runs, strict=True)):
+        into: list[Tensor] = []
+        values: list[Tensor] = []
+        for number, (row, runs) in enumerate(zip(rows.view(self._like.dtype), self._runs, strict=True)):
             if number != self._group.group_rank:
-                values = row.view(self._like.dtype)
-                for run in runs:
-                    run.copy_(values[: len(run)])
-                    values = values[len(run) :]
+                sizes = [len(run) for run in runs]
+                values += torch.split(row[: sum(sizes)], sizes)
+                into += runs
+        if into:
+            torch._foreach_copy_(into, values)
 
 
 def exchange_all(buckets: Iterable[ParameterBucket]) -> None:
