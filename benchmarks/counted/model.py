@@ -22,6 +22,7 @@ from treadle.models import ModelConfig
 from treadle.models.attention import Attention
 from treadle.models.on_meta import BalancedExchange
 from treadle.moe import MoELayer
+from treadle.runtime.model import gradient_bucket
 from treadle.runtime.model.gradient_bucket import GradientBucket
 from treadle.runtime.model.grouped_linear import GroupedLinear
 from treadle.runtime.model.grouped_mm import RowGroups
@@ -124,13 +125,14 @@ def _attention(num_tokens: int) -> dict[str, float]:
 
 
 def _weight_gradient() -> dict[str, float]:
-    """A linear in bfloat16 whose weight gradient is added to a float32 main gradient, on this CPU."""
-    linear = nn.Linear(256, 256, bias=False).bfloat16()
+    """A linear in bfloat16 whose weight gradient is added to a float32 main gradient, as on a GPU, on meta tensors."""
+    gradient_bucket._WIDE_GEMMS = ("meta",)  # type: ignore[misc, assignment]  # the tree before takes no notice
+    linear = nn.Linear(256, 256, bias=False, device="meta", dtype=torch.bfloat16)
     queue, bucket = WeightGradQueue(), GradientBucket.whole([(linear.weight,)], None)
     apply([linear], queue)
     bucket.begin()
     for _ in range(2):  # the first one fills the gradient, the second adds to it
-        x = torch.randn(64, 256, dtype=torch.bfloat16, requires_grad=True)
+        x = torch.empty(64, 256, dtype=torch.bfloat16, device="meta", requires_grad=True)
         queue.open()
         _backward(linear(x))
         (half,) = queue.close()

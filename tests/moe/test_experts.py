@@ -14,6 +14,7 @@ from torch.nn import functional
 from treadle.moe import Experts, Router
 from treadle.moe import router as router_module
 from treadle.runtime.model import grouped_mm, weight_grad
+from treadle.runtime.model.gradient_bucket import OuterProduct
 from treadle.runtime.model.grouped_linear import GroupedLinear
 from treadle.runtime.model.grouped_mm import RowGroups
 from treadle.runtime.model.weight_grad import WeightGradQueue
@@ -124,7 +125,8 @@ def test_weight_gradients_run_apart(dtype: torch.dtype, arriving: list[list[int]
     assert experts.up.weight.grad is experts.down.weight.grad is None
     assert [(half.x.shape[-1], half.grad.shape[-1]) for half in halves] == [(HIDDEN, WIDTH), (WIDTH, 2 * HIDDEN)]
 
-    def add(param: Tensor, grad: Tensor) -> None:
+    def add(param: Tensor, grad: Tensor | OuterProduct) -> None:
+        assert isinstance(grad, Tensor)
         param.grad = grad
 
     for half in halves:

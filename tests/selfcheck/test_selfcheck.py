@@ -25,6 +25,7 @@ from tests.support.json_output import read_json
 from tests.support.patience import PATIENT_S
 from tests.support.rank_pool import server
 from treadle.cli.app import app
+from treadle.runtime.model.gradient_bucket import OuterProduct
 from treadle.runtime.model.gradients import Gradients
 from treadle.schedules import SCHEDULES
 from treadle.selfcheck import CheckResult, SelfcheckReport, Setup, check_first, check_gradients, check_lanes
@@ -80,8 +81,9 @@ def wrong_gradient(setup: Setup, rank: int, name: str, shape: MeshShape) -> floa
     """The comparison in a process whose deferred weight gradients are half as large again on rank 1."""
     add = Gradients.add
 
-    def wrong(self: Gradients, param: Tensor, grad: Tensor) -> None:
-        add(self, param, grad * (1.5 if rank == 1 else 1.0))
+    def wrong(self: Gradients, param: Tensor, grad: Tensor | OuterProduct) -> None:
+        whole = grad.made() if isinstance(grad, OuterProduct) else grad
+        add(self, param, whole * (1.5 if rank == 1 else 1.0))
 
     Gradients.add = wrong  # type: ignore[method-assign]
     return check_gradients.compare_rank(setup, rank, name, shape)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from treadle.ir.ops import OpKind
 from treadle.moe import MoELayer
 from treadle.runtime.model import weight_grad
+from treadle.runtime.model.gradient_bucket import OuterProduct
 from treadle.runtime.model.layered import LayeredStage
 from treadle.runtime.model.saved import FilePool, SavedTensors
 from treadle.runtime.model.seeding import RandomState, Seeds
@@ -25,7 +26,8 @@ AGAIN = {"attn": OpKind.ATTN_R, "mlp": OpKind.MLP_R}
 DEFERRED = (OpKind.ATTN_B, OpKind.MLP_B, OpKind.HEAD_B)
 
 
-def add(param: Tensor, grad: Tensor) -> None:
+def add(param: Tensor, grad: Tensor | OuterProduct) -> None:
+    grad = grad.made() if isinstance(grad, OuterProduct) else grad
     param.grad = grad.to(param.dtype) if param.grad is None else param.grad + grad
 
 

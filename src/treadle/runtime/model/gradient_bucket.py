@@ -30,6 +30,30 @@ class FlatRun(NamedTuple):
     at: int
 
 
+_WIDE_GEMMS = ("cuda",)
+"""Types of devices on which `torch.addmm` with `out_dtype` multiplies two-byte types into float32: torch 2.13 registers
+`addmm.dtype_out` for CUDA alone."""
+
+
+class OuterProduct(NamedTuple):
+    """A weight gradient, `left.T @ right`, that a GEMM may add to its main gradient."""
+
+    left: Tensor
+    right: Tensor
+
+    def made(self) -> Tensor:
+        """Return the gradient in the type of its factors."""
+        return self.left.t() @ self.right
+
+    def add_to(self, main: Tensor, *, filled: bool) -> bool:
+        """Add it to a main gradient, or begin that, by one GEMM; returns whether this device has it."""
+        low = self.left.dtype in LOW and main.dtype is torch.float32
+        if not (main.device.type in _WIDE_GEMMS and low and main.dim() == 2):
+            return False
+        torch.addmm(main, self.left.t(), self.right, beta=int(filled), out_dtype=main.dtype, out=main)
+        return True
+
+
 @dataclass(frozen=True)
 class GradientSlot:
     """The main gradient of a parameter, or of a part of it.
@@ -154,7 +178,7 @@ class GradientBucket:
         self.reduced = False
         return before
 
-    def add(self, number: int, grad: Tensor) -> None:
+    def add(self, number: int, grad: Tensor | OuterProduct) -> None:
         """Add a gradient to a slot."""
         if self._is_complete:
             raise ValueError(
@@ -164,6 +188,10 @@ class GradientBucket:
         self._allocate()
         slot, filled = self.slots[number], self.filled[number]
         self.filled[number] = True
+        if isinstance(grad, OuterProduct):
+            if slot.is_whole and grad.add_to(self.main(number), filled=filled):
+                return
+            grad = grad.made()
         dense = grad.to_dense() if grad.is_sparse else grad
         for view, run in zip(self._views[number], slot.runs, strict=True):
             part = dense if slot.is_whole else dense.reshape(-1)[run.first : run.last]

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from treadle.dist.groups import Group
 from treadle.runtime.model.exchange import RankOwned
-from treadle.runtime.model.gradient_bucket import LOW, BucketState, GradientBucket, main_dtype
+from treadle.runtime.model.gradient_bucket import LOW, BucketState, GradientBucket, OuterProduct, main_dtype
 from treadle.runtime.model.parameter_bucket import BucketNumber, DividedBuckets
 from treadle.runtime.model.tied import Tie
 
@@ -176,13 +176,15 @@ class Gradients:
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def add(self, param: Tensor, grad: Tensor) -> None:
+    def add(self, param: Tensor, grad: Tensor | OuterProduct) -> None:
         """Adds a weight gradient that ran apart from its input gradient."""
         places = self._places.get(param)
         if places is not None:
             for bucket, number in places:
                 bucket.add(number, grad)
-        elif param.grad is None:
+            return
+        grad = grad.made() if isinstance(grad, OuterProduct) else grad
+        if param.grad is None:
             param.grad = grad.to(param.dtype)
         else:
             param.grad.add_(grad)

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from treadle.runtime.model.gradient_bucket import OuterProduct
+
 _unsafe_view = torch.ops.aten._unsafe_view.default
 
-AddGradient = Callable[[Tensor, Tensor], None]
+AddGradient = Callable[[Tensor, "Tensor | OuterProduct"], None]
 """Adds to a parameter a gradient of it."""
 
 WeightHalf = Callable[[Tensor, Tensor, AddGradient], None]
@@ -173,7 +175,7 @@ class SplitForward:
         """Computes the gradients of weight and bias."""
         weight, bias, grad, x = self._weight, self._bias, grad.flatten(0, -2), x.flatten(0, -2)
         if weight.requires_grad:
-            add(weight, grad.t() @ x)
+            add(weight, OuterProduct(grad, x))
         if bias is not None and bias.requires_grad:
             add(bias, grad.sum(0))
 
