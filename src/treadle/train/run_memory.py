@@ -231,7 +231,7 @@ class OptimizerMemory:
                 most = max(max(sum(map(len, runs)) for runs in shares) for shares in divided)
                 gather = max(gather, (num_ranks + 1) * most * itemsize)
         if _on_gpu(run.config) and config.name == "adamw":
-            largest = own * _FLOAT  # all at once: torch's foreach implementation
+            largest = 0  # torch's fused kernel keeps nothing
         peak = "the optimizer's step" if largest >= gather else "the exchange of parameters"
         return cls(state, max(largest, gather), peak)
 

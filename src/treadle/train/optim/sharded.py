@@ -146,10 +146,12 @@ class ShardedOptimizer:
         for piece in self._by_adamw:
             by_decay[config.decay_of(piece.view.of(piece.view.tensor).dim())].append(piece.master)
         groups = [{"params": params, "weight_decay": decay} for decay, params in by_decay.items()]
-        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=config.betas, eps=config.eps)
+        fused = {piece.master.device.type for piece in self._by_adamw} == {"cuda"}
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=config.betas, eps=config.eps, fused=fused or None)
         for piece in self._by_adamw:
+            counted_on = piece.master.device if fused else torch.device("cpu")  # as torch's AdamW has it
             optimizer.state[piece.master] = {
-                _STEP: torch.tensor(0.0, dtype=torch.float32),
+                _STEP: torch.zeros((), dtype=torch.float32, device=counted_on),
                 "exp_avg": torch.zeros_like(piece.master),
                 "exp_avg_sq": torch.zeros_like(piece.master),
             }
