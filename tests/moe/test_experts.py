@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.nn import functional
 
+from counted.kernels import CalledKernels
 from treadle.moe import Experts, Router
 from treadle.moe import router as router_module
 from treadle.runtime.model import grouped_mm, weight_grad
@@ -255,3 +256,32 @@ def test_choices_are_counted_without_bincount(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch, "bincount", None)
     _, routing, _ = Router(WIDTH, 6, top_k=2)(torch.randn(10, WIDTH))
     assert int(routing.counts.sum()) == 20
+
+
+def test_a_step_under_autocast_converts_weights_once_and_follows_their_updates() -> None:
+    experts, queue, groups = Experts(WIDTH, HIDDEN, NUM), WeightGradQueue(), RowGroups([3, 1, 0, 5])
+    linear = experts.up
+    linear.defer_to(queue)
+
+    def run() -> tuple[Tensor, Tensor]:
+        rows = rows_for([[3, 1, 0, 5]], torch.bfloat16)
+        with torch.autocast("cpu", torch.bfloat16):
+            made = linear(rows, groups)
+        queue.open()
+        (dx,) = torch.autograd.grad(made, rows, torch.ones_like(made))
+        queue.close()
+        return made.detach(), dx
+
+    with CalledKernels() as called:
+        first = run()
+        run()
+    assert called.kernels["_to_copy"] == 1
+    with torch.no_grad():
+        linear.weight.mul_(2)
+    for got, want in zip(run(), first, strict=True):
+        assert torch.equal(got, 2 * want)
+    linear.weight.data = linear.weight.data / 2
+    linear.forget_lower()
+    for got, want in zip(run(), first, strict=True):
+        assert torch.equal(got, want)
+    linear.defer_to(None)

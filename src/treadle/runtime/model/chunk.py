@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from treadle.dist.boundary import Boundary, Flags, boundary_of, differ_in_shape, fits
+from treadle.runtime.model.grouped_linear import GroupedLinear
 from treadle.runtime.model.losses import OwnLoss, StageOutput
 from treadle.runtime.model.microbatch import Microbatch, Tensors
 from treadle.runtime.model.seeding import Seeds
@@ -53,6 +54,9 @@ class Chunk:
     def begin_step(self, scale: Tensor, aux_scale: Tensor) -> None:
         """Forgets what a step that failed may have left; gradients of losses start at `scale` and `aux_scale`."""
         self._microbatches = {}
+        for part in self.module.modules():
+            if isinstance(part, GroupedLinear):
+                part.forget_lower()
         self._scales = {False: scale, True: aux_scale}
 
     def check_side(self, side: Side) -> None:

@@ -40,6 +40,23 @@ class GroupedLinear(DefersWeightGrad):
     def __getattr__(self, name: str) -> Any:
         return self[int(name)] if name.isdecimal() else super().__getattr__(name)
 
+    _lower: tuple[Tensor, tuple[int, int]] | None = None
+    """The weight in autocast's precision, and which memory and version of the weight it was made of."""
+
+    def forget_lower(self) -> None:
+        """Forget the weight in autocast's precision: a step begins."""
+        self._lower = None
+
+    def weight_as(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight in a precision. In a Pipeline a step converts it once."""
+        weight = self.weight.detach()
+        if weight.dtype is dtype or self._queue is None:
+            return weight.to(dtype)
+        of = weight.data_ptr(), weight._version
+        if self._lower is None or self._lower[0].dtype is not dtype or self._lower[1] != of:
+            self._lower = weight.to(dtype), of
+        return self._lower[0]
+
     def extra_repr(self) -> str:
         """Shows the sizes."""
         num, out_features, in_features = self.weight.shape
@@ -113,7 +130,8 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(rows, weight)
         ctx.groups, ctx.linear, ctx.is_own = groups, linear, linear.has_own(weight)
         with as_it_is(rows):
-            return grouped_mm(rows, weight.to(rows.dtype).transpose(1, 2), groups)
+            lower = linear.weight_as(rows.dtype) if ctx.is_own else weight.to(rows.dtype)
+            return grouped_mm(rows, lower.transpose(1, 2), groups)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -125,11 +143,12 @@ class _GroupedLinear(torch.autograd.Function):
             add(linear.weight, grouped_outer(grad, rows, groups))
 
         again = torch.is_grad_enabled()  # with create_graph: what is computed here is differentiated itself
+        apart = ctx.is_own and not again
         dx = dw = None
         with as_it_is(rows):
             if ctx.needs_input_grad[0]:
-                dx = grouped_mm(grad, weight.to(grad.dtype), groups)
-            apart = ctx.is_own and not again
+                lower = linear.weight_as(grad.dtype) if apart else weight.to(grad.dtype)
+                dx = grouped_mm(grad, lower, groups)
             if ctx.needs_input_grad[1] and not (apart and linear.defer(rows, grad, weight_half)):
                 dw = grouped_outer(grad, rows, groups).to(weight.dtype)
         return dx, dw, None, None
