@@ -5,7 +5,8 @@
     python -m tests.support.planted [NAME ...] --streams
 
 The second plants mistakes that only a device shows (`stream_plants.py`) and draws steps on the device of threads; the
-third runs one step of the same pipelines under the stream checker. `--table` prints both outputs as a table.
+third runs one step of the same pipelines under the stream checker. `--table` prints both
+outputs as a table, and exits with 1 where neither finds a mistake.
 
 A plant is a few replacements in the text of one module, each of which must match exactly once: a line that has moved
 fails here rather than be no plant any more. The changed text is compiled, and the functions of the imported module
@@ -262,12 +263,16 @@ def find_by_checker(name: str, draws: int, seed: int) -> dict[str, object]:
     return {"found": bool(how), "how": how[0] if how else "", "draws": 1}
 
 
-def table(on_device: Path, by_checker: Path) -> Iterator[str]:
-    """Lines of Markdown, a row for each mistake in both outputs of `--streams`."""
-    both = [
-        {said["plant"]: said for said in map(json.loads, path.read_text().splitlines())}
-        for path in (on_device, by_checker)
-    ]
+Output = dict[str, dict[str, Any]]
+
+
+def read_output(path: Path) -> Output:
+    """The lines of `--streams`, by mistake."""
+    return {said["plant"]: said for said in map(json.loads, path.read_text().splitlines())}
+
+
+def table(both: list[Output]) -> Iterator[str]:
+    """Lines of Markdown, a row for each mistake in both outputs."""
     yield "| mistake | on `sim` | under the stream checker |"
     yield "|---|---|---|"
     for name in both[0]:
@@ -299,8 +304,9 @@ def main() -> int:
     )
     args = parser.parse_args()
     if args.table:
-        print(*table(*args.table), sep="\n")  # noqa: T201 - a command
-        return 0
+        both = [read_output(path) for path in args.table]
+        print(*table(both), sep="\n")  # noqa: T201 - a command
+        return int(any(not any(part[name]["found"] for part in both) for name in both[0].keys() & both[1].keys()))
     from tests.support import devices, fuzz
 
     known = STREAM_PLANTS if args.streams else PLANTS
@@ -315,7 +321,6 @@ def main() -> int:
         else:
             find = find_by_checker if devices.DEVICE_TYPE == "cpu" else find_on_device
             said = find(name, args.draws, args.seed)
-            missed += not said["found"]
         print(json.dumps({"plant": name, **said}), flush=True)  # noqa: T201 - a command
     return 1 if missed else 0
 

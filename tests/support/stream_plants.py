@@ -53,7 +53,6 @@ STREAM_PLANTS = {
         STREAMS,
         "there = torch.empty(made.shape, dtype=dtype, device=device)",
         "there = torch.empty(made.shape, dtype=dtype, device=torch.device(device.type, 0))",
-        REPLICAS,
     ),
     "download-read-early": _line(
         "numbers are read before their copy has ended",
@@ -100,13 +99,6 @@ STREAM_PLANTS = {
         LANES,
         "            run()\n            self.failed = None\n            self._end[op] = end = self.device.now()",
         "            self._end[op] = end = self.device.now()\n            run()\n            self.failed = None",
-    ),
-    "send-not-recorded": _line(
-        "a tensor is sent that another stream has allocated",
-        CHANNEL,
-        "keep(tensor)  # its memory may be another stream's",
-        "pass",
-        CELLS,
     ),
     "receive-not-waited-for-by-its-stream": _line(
         "a message is read before it has come",
@@ -162,13 +154,6 @@ STREAM_PLANTS = {
         "        self._pool.give_back(self.room)\n        self.room.zero_()\n"
         "        flat.copy_(self.room[: self.size_bytes], non_blocking=True)\n",
         OFFLOADED,
-    ),
-    "bucket-not-recorded": _line(
-        "a bucket is reduced that another stream has allocated",
-        BUCKET,
-        "keep(self._allocate())",
-        "self._allocate()",
-        REPLICAS,
     ),
     "reduction-not-waited-for-by-its-stream": _line(
         "gradients are read before they are reduced",
