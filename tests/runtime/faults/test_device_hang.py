@@ -16,6 +16,7 @@ import pytest
 
 import treadle
 from tests.support.budget import Budget
+from tests.support.doubles import double_of
 from treadle.costs import UNIT_COSTS
 from treadle.ir.execute import leaders
 from treadle.ir.ops import LaneKind
@@ -35,6 +36,7 @@ END = 1 << 40
 NONE = OpTable([7, 8, 9], [0, 1, 0], [[], [0], [1]], [NOBODY, ALL, NOBODY], [[0, 2], [1]])
 
 
+@double_of("torch.Event", own=("__init__",))
 class Event:
     """A point that a stream has reached, or not."""
 
@@ -42,6 +44,7 @@ class Event:
         self.reached = reached
 
     def query(self) -> bool:
+        """torch 2.13 c10/core/Event.h:118-120: True once the device has come to it."""
         return self.reached
 
 
