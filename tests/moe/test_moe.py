@@ -20,7 +20,7 @@ from treadle.dist.groups import Group
 from treadle.moe import EXCHANGES, MoELayer, Router, Routing
 from treadle.moe.exchanges import AllToAll, DeepEP, ExchangeName
 from treadle.moe.exchanges.deepep import Comm, Trip
-from treadle.runtime.model.exchange import EpGroupModule
+from treadle.runtime.model.exchange import EpGroupModule, ExchangeError
 from treadle.runtime.model.segments import Cut, Plan, Value, compute, drop, exchange, tensors_in
 
 WIDTH, HIDDEN, EXPERTS, TOKENS = 8, 12, 4, 24
@@ -211,6 +211,38 @@ def test_deepep_is_refused_where_it_is_not_installed() -> None:
         MoELayer(WIDTH, HIDDEN, EXPERTS, exchange="deepep")
     with pytest.raises(ValueError, match="one of all_to_all, deepep, got 'nvshmem'"):
         MoELayer(WIDTH, HIDDEN, EXPERTS, exchange="nvshmem")  # type: ignore[arg-type]
+
+
+def gates_and_timeout(rank: int) -> tuple[torch.dtype, str]:
+    """The precision of dispatched gates, and the error of a dispatch whose peers do not come in time."""
+    layer, _ = own_part(rank, Backend("deepep", torch.bfloat16, 0.0, contract=True), "learned")
+    chosen = torch.zeros(3, 1, dtype=torch.int64)
+    gates, rows = torch.ones(3, 1, dtype=torch.bfloat16), torch.zeros(3, WIDTH, dtype=torch.bfloat16)
+    dispatched = layer.exchange.dispatch(rows, gates, Routing.of(chosen, EXPERTS))[1]
+
+    def late(self: Any, *given: Any, **named: Any) -> Any:
+        raise RuntimeError("DeepEP error: CPU recv timeout")
+
+    deepep_contract.Buffer.dispatch = late  # type: ignore[method-assign]
+    with pytest.raises(ExchangeError) as error:
+        layer.exchange.dispatch(rows, gates, Routing.of(chosen, EXPERTS))
+    return dispatched.dtype, str(error.value)
+
+
+def test_deepep_keeps_the_gates_precision_and_blames_its_peers_for_a_timeout() -> None:
+    for dtype, said in check(run_ranks(2, gates_and_timeout)):
+        assert (dtype, said) == (torch.bfloat16, "DeepEP error: CPU recv timeout")
+
+
+def refused_size(rank: int) -> str:
+    with pytest.raises(ValueError, match="DeepEP") as error:
+        own_part(rank, Backend("deepep", torch.bfloat16, 0.0, contract=True), "learned")
+    return str(error.value)
+
+
+def test_a_size_that_deepep_has_no_kernels_for_is_refused_when_it_is_joined() -> None:
+    for said in check(run_ranks(1, refused_size)):
+        assert "DeepEP has no kernels for 1 ranks" in said
 
 
 def gathered(rank: int) -> list[list[Any]]:

@@ -36,6 +36,7 @@ class Buffer:
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
         """DeepEP v1.2.1 deep_ep/buffer.py:220-245: a tuned configuration for this number of ranks."""
+        assert num_ranks in (2, 4, 8, 16, 24, 32, 64, 128, 144, 160), f"Unsupported number of EP ranks: {num_ranks}"
         return Config()
 
     get_combine_config = get_dispatch_config

@@ -10,6 +10,8 @@ GPU here.
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from treadle.dist.groups import Group
+from treadle.dist.streams import AwaitEvent
 from treadle.moe.router import Routing
 from treadle.runtime.model.exchange import EpGroupModule, ExchangeError, refuse_in_backward
 
@@ -47,6 +50,17 @@ class DeepEP(EpGroupModule):
         super().__init__()
         self.num_experts = num_experts
         _library()
+
+    def join(self, ep_group: Group, shared: dict[Any, Any], await_event: AwaitEvent | None = None) -> None:
+        """Take the group. Raises ValueError for a size of which DeepEP has no kernels."""
+        try:
+            _library().Buffer.get_dispatch_config(len(ep_group.ranks))
+        except AssertionError as error:
+            raise ValueError(
+                f"DeepEP has no kernels for {len(ep_group.ranks)} ranks ({error}); choose another EP size, for example "
+                "8, or use exchange='all_to_all'"
+            ) from error
+        super().join(ep_group, shared, await_event)
 
     def leaving(self, tokens: Tensor, routing: Routing) -> Tensor:
         """Return the tokens themselves."""
@@ -105,22 +119,23 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, gates: Tensor, chosen: Tensor, trip: Trip) -> tuple[Tensor, Tensor]:
         ctx.trip, ctx.dtype, buffer = trip, gates.dtype, trip.buffer
         per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(chosen, trip.num_experts)
-        came, trip.experts, gates, counts, trip.handle, _ = buffer.dispatch(
-            tokens.contiguous(),
-            topk_idx=chosen,
-            topk_weights=gates.float(),
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_node,
-            num_tokens_per_expert=per_expert,
-            is_token_in_rank=in_rank,
-        )
+        with _waiting():
+            came, trip.experts, gates, counts, trip.handle, _ = buffer.dispatch(
+                tokens.contiguous(),
+                topk_idx=chosen,
+                topk_weights=gates.float(),
+                num_tokens_per_rank=per_rank,
+                num_tokens_per_rdma_rank=per_node,
+                num_tokens_per_expert=per_expert,
+                is_token_in_rank=in_rank,
+            )
         trip.per_expert = tuple(counts)
-        return came, gates
+        return came, gates.to(ctx.dtype)  # as with all_to_all: in the precision of the router
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_gates: Tensor) -> tuple[Tensor | None, ...]:
-        trip = ctx.trip
-        back, gates, _ = trip.buffer.combine(grad.contiguous(), trip.handle, topk_weights=grad_gates.contiguous())
+        trip, weights = ctx.trip, grad_gates.float().contiguous()
+        back, gates, _ = trip.buffer.combine(grad.contiguous(), trip.handle, topk_weights=weights)
         return back, gates.to(ctx.dtype), None, None
 
 
@@ -167,6 +182,17 @@ class Comm:
             return [row.cpu() for row in self._ep_group.all_gather(mine.to(self._device))]
         except RuntimeError as error:
             raise ExchangeError(str(error)) from error
+
+
+@contextmanager
+def _waiting() -> Iterator[None]:
+    """Raise ExchangeError where DeepEP gives up its wait for the counts of other ranks."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "timeout" not in str(error):
+            raise
+        raise ExchangeError(str(error)) from error
 
 
 def _library() -> ModuleType:
