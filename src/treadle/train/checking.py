@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
 from treadle.train.config_reading import model_of
 from treadle.train.optim.lr_schedule import WarmupStableDecay
 from treadle.train.run_config import TrainConfig
@@ -19,6 +24,10 @@ _FROM_ZERO = {
 }
 
 
+_INFINITE = ("training.clip_norm",)
+"""Fields whose infinity means no limit."""
+
+
 def check_config(config: TrainConfig) -> None:
     """Refuse a configuration that no run can have.
 
@@ -26,6 +35,11 @@ def check_config(config: TrainConfig) -> None:
         ValueError: the message names the field, what came and what is allowed.
 
     """
+    for name, number in _numbers(config):
+        if math.isnan(number) or (math.isinf(number) and name not in _INFINITE):
+            raise ValueError(f"{name} is a finite number, got {number}")
+        if number < 0:
+            raise ValueError(f"{name} is 0 or more, got {number}")
     for least, groups in ((1, _FROM_ONE), (0, _FROM_ZERO)):
         for group, names in groups.items():
             for name in names:
@@ -50,6 +64,17 @@ def check_config(config: TrainConfig) -> None:
     if config.checkpoint.weights:
         _check_weights(config)
     learning_rate(config)
+
+
+def _numbers(group: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the name and the value of each number of a configuration."""
+    for field in fields(group):
+        value = getattr(group, field.name)
+        if is_dataclass(value):
+            yield from _numbers(value, f"{prefix}{field.name}.")
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, (int, float)):
+                yield f"{prefix}{field.name}", each
 
 
 def _check_weights(config: TrainConfig) -> None:

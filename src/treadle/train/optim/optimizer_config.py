@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -55,8 +56,12 @@ class OptimizerConfig:
         for name in ("eps", "weight_decay", "momentum"):
             if not getattr(self, name) >= 0.0:
                 raise ValueError(f"{name} is 0 or more, got {getattr(self, name)}")
-        if not self.bucket_mb > 0.0:
-            raise ValueError(f"bucket_mb is more than 0, got {self.bucket_mb}")
+        if not self.momentum < 1.0:
+            raise ValueError(f"momentum is from 0 to below 1, got {self.momentum}")
+        if not self.ns_steps >= 1:
+            raise ValueError(f"ns_steps is 1 or more, got {self.ns_steps}")
+        if not 0.0 < self.bucket_mb < math.inf:
+            raise ValueError(f"bucket_mb is more than 0 and finite, got {self.bucket_mb}")
 
     def by_muon(self, name: str, num_dims: int) -> bool:
         """Return whether Muon updates the tensor with this name."""
