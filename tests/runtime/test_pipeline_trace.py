@@ -134,7 +134,7 @@ def test_a_step_that_does_not_reduce_has_no_reductions() -> None:
 
 def peak_of_traces(rank: int) -> tuple[int, int]:
     """The most memory that a rank takes for the trace of its pipeline, and for that of the mesh."""
-    mesh, schedule = make_mesh(1, 4), treadle.generate("interleaved-overlap", pp=1, microbatches=64)
+    mesh, schedule = make_mesh(1, 4), treadle.generate("interleaved-overlap", pp=1, microbatches=512)
     pipe = treadle.Pipeline(chunks_of(schedule, 0, make_stages(2)), schedule, mesh=mesh, loss_fn=mean_loss)
     take_step(pipe, *make_batch(schedule.num_microbatches, rank), reduce=True)
     peaks = []
