@@ -118,7 +118,7 @@ def updates(workers: Workers, have: Holding, options: UpdateOptions, wrong: Wron
 def test_ranks_that_differ_are_refused_by_name_and_no_mixture_is_served(compare: CompareSources, wrong: Wrong) -> None:
     have, want = replicas(2)
     with Workers(want) as workers:
-        for second, third in updates(workers, have, replace(OPTIONS, compare_sources=compare), wrong):
+        for second, third in updates(workers, have, replace(OPTIONS, compare_sources=compare, rollback="host"), wrong):
             assert second.startswith("update ranks 0 and 1, in phase load of attempt 2: they hold different weights")
             assert f"all as version 2: {wrong.tensor} [" in second
             assert "give all ranks the same weights" in second

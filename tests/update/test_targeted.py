@@ -159,7 +159,7 @@ def auto(rank: int, places: tuple[Path, Path], sets: Sets, memories: list[Memory
 def test_the_plan_takes_the_faster_way() -> None:
     """Where all buckets are small, it is the one with fewer; where broadcasts need as many, it is the targeted one."""
     sets = LAYOUTS["FSDP2 into 2 x TP2"]
-    memories = [SMALL, replace(SMALL, target_bytes=1 << 14)]
+    memories = [replace(SMALL, free_bytes=1 << 21, target_bytes=1 << 18), replace(SMALL, target_bytes=1 << 14)]
     wanted = [plan_transfer(sets.have, sets.want, memory).is_targeted for memory in memories]
     assert wanted == [False, True]
     with Workers(sets.want) as workers:

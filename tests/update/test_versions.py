@@ -257,6 +257,7 @@ def asked(workers: Workers) -> Callable[[int], Any]:
 
 
 def too_much(updater: Updater, rank: int, have: Holding) -> str:
+    updater.options = replace(updater.options, rollback="host")
     updater.update(source_of(have, rank, 1), 1)
     with pytest.raises(UpdateError) as caught:
         updater.update(source_of(have, rank, 2), 2)

@@ -134,7 +134,8 @@ class BucketLoop:
                 self._packed.stop()
 
     def _pack_ahead(self, fill: Fill, *, alone: bool) -> None:
-        self._packed = _Packed(self.h2d, self.own, self._timed(fill), self.device, alone=alone)
+        rounds = [self.shares.plan.buckets[number].round for number in self.own] if alone else None
+        self._packed = _Packed(self.h2d, self.own, self._timed(fill), self.device, rounds)
 
     def _place(self, number: int, fill: Fill) -> tuple[int, int]:
         """When the broadcast begins, and the index of its buffer, counted over IPC and then H2D buffers.
@@ -244,15 +245,22 @@ def _compare_bucket(answer: Moved, number: int) -> None:
 class _Packed:
     """Packs a rank's buckets in turn into its H2D buffers, in a thread, ahead of their broadcasts.
 
-    An `alone` buffer is filled again when the round is over, as planned: copies and broadcasts then do not share links.
-    Another is filled again as soon as its bucket was broadcast and loaded. On a device the thread has a stream, which
-    begins after what the calling thread's stream was told so far: that may still write the source's weights.
+    A lone buffer, with the `rounds` of its buckets, is filled when their round begins, as planned: copies and
+    broadcasts then do not share links. Another is filled again as soon as its bucket was broadcast and loaded. On a
+    device the thread has a stream, which begins after what the calling thread's stream was told so far: that may still
+    write the source's weights.
     """
 
     def __init__(
-        self, buffers: Sequence[Buffer], own: Sequence[int], fill: Fill, device: torch.device, *, alone: bool
+        self,
+        buffers: Sequence[Buffer],
+        own: Sequence[int],
+        fill: Fill,
+        device: torch.device,
+        rounds: Sequence[int] | None = None,
     ) -> None:
-        self._buffers, self._alone, self._round = buffers, alone, 0
+        self._buffers, self._alone, self._round = buffers, rounds is not None, 0
+        self._rounds = deque(rounds or ())
         self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._full: queue.SimpleQueue[tuple[int, Any] | Exception] = queue.SimpleQueue()
         self._used: dict[int, int] = {}
@@ -262,8 +270,11 @@ class _Packed:
             stream = self._streams.new(device, "h2d")
             stream.wait_event(self._streams.event(device))
             self._launching = self._streams.on(stream)
-        for at in range(len(buffers)):
-            self._free.put(at)
+        if self._alone:
+            self.turn(0)
+        else:
+            for at in range(len(buffers)):
+                self._free.put(at)
         self._thread = threading.Thread(target=self._run, args=(own, fill), name="treadle h2d", daemon=True)
         self._thread.start()
 
@@ -317,8 +328,10 @@ class _Packed:
     def turn(self, number: int) -> None:
         """Round `number` begins: nothing reads the lone buffer any more."""
         self._round = number
-        while self._used:
-            self._free.put(self._used.popitem()[1])
+        self._used.clear()
+        if self._rounds and self._rounds[0] == number:
+            self._rounds.popleft()
+            self._free.put(0)
 
     def stop(self) -> None:
         """End the thread; waits for the bucket that is being packed."""
