@@ -48,7 +48,7 @@ def test_hyphens_and_underscores_are_the_same() -> None:
         ("--parallel.exchange nvshmem", "Expected one of ('all_to_all', 'deepep')"),
         ("--parallel.exchange deepep", "ep of 2 or more and training.dtype bfloat16, got 1 and float32; set these, or"),
         ("--parallel.exchange deepep --parallel.ep 2", "got 2 and float32; set these, or use all_to_all"),
-        ("--training.decay_steps -1", "warmup_steps and decay_steps 0 or more, got 100, 0, -1"),
+        ("--training.decay_steps -1", "training.decay_steps is 0 or more, got -1"),
         ("--model.head_dim 3", "head_dim is even"),
         ("--config nowhere.toml", "there is no file nowhere.toml"),
     ],
