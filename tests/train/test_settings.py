@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +28,8 @@ from treadle.dist.rank_groups import Groups
 from treadle.runtime.agreement import Claim, agree
 from treadle.runtime.pipeline_options import OF_A_RANK, RunOptions, facts_of
 from treadle.train import world
+from treadle.train.data import open_tokens
+from treadle.train.data.tokenizing import ByteTokenizer
 from treadle.train.facts import OF_A_NODE, changed, digest_of_weights, settings_of
 from treadle.train.main import main
 from treadle.train.run_config import TrainConfig
@@ -131,6 +136,19 @@ def test_a_run_whose_ranks_have_other_text_or_settings_is_refused_on_all_of_them
         (tmp_path / name).mkdir()
         (tmp_path / name / "corpus.txt").write_bytes(part)
 
+    def other_tokens(node: str) -> None:
+        """Give a node a store of the same text with other tokens, as another release of a tokenizer makes it."""
+        shutil.copytree(tmp_path / "whole", tmp_path / node)
+        (store,) = (tmp_path / node).glob("*/store.json")
+        tokens = bytes((store.parent / "training.bin").stat().st_size)
+        (store.parent / "training.bin").write_bytes(tokens)
+        about = json.loads(store.read_text())
+        about["sha256"]["training.bin"] = hashlib.sha256(tokens).hexdigest()
+        store.write_text(json.dumps(about))
+
+    open_tokens([str(tmp_path / "whole" / "corpus.txt")], ByteTokenizer(), tmp_path / "whole")
+    other_tokens("other")
+
     def flags(node: str, **training: Any) -> list[str]:
         corpus = (str(tmp_path / node / "corpus.txt"),)
         data, steps = (
@@ -143,14 +161,16 @@ def test_a_run_whose_ranks_have_other_text_or_settings_is_refused_on_all_of_them
         [flags("whole"), flags("cut")],
         [flags("whole"), flags("whole", lr=1e-4)],
         [flags("whole"), flags("nowhere")],
+        [flags("whole"), flags("other")],
         [flags("whole"), flags("copy")],
     ]
     ends = run_under_torchrun(2, commands, rows)
-    assert check(ends) == [[2, 2, 2, 0]] * 2
-    cut, lr, nowhere = ends[0].stderr.strip().splitlines()[:3]
+    assert check(ends) == [[2, 2, 2, 2, 0]] * 2
+    cut, lr, nowhere, other = ends[0].stderr.strip().splitlines()[:4]
     assert "differ in the text and its tokens (" in cut
     assert "differ in training.lr (0.003 and 0.0001); these must be the same on all ranks" in lr
     assert "rank 1 could not start: data.paths:" in nowhere
+    assert "differ in the files of data.cache (" in other
     assert list(losses_of(tmp_path / "out")) == [1]
 
 

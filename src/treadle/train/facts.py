@@ -11,13 +11,14 @@ from typing import Any
 from treadle.train.run_config import TrainConfig
 
 CORPUS = "the text and its tokens"
+TOKENS = "the files of data.cache"
 WEIGHTS = "the weights to start from"
 DEVICE = "the type of device"
 
 OF_A_NODE = {
     "data.paths": f"the files may be elsewhere on another node; their content is compared ({CORPUS})",
     "data.tokenizer": f"so may its file; its content is compared ({CORPUS})",
-    "data.cache": "a directory for the ranks of a node",
+    "data.cache": f"a directory for the ranks of a node; the content of its files is compared ({TOKENS})",
     "checkpoint.directory": "a shared directory may have another name on another node; loading compares what is there",
     "checkpoint.weights": f"so may this; samples of its content are compared ({WEIGHTS})",
     "output": "as checkpoint.directory",

@@ -29,7 +29,7 @@ from treadle.train.checking import check_config, learning_rate, note_on_decay
 from treadle.train.checkpoint import Checkpointer
 from treadle.train.data import Batch, evaluation_batches, open_tokens, training_loader
 from treadle.train.data.tokenizing import make_tokenizer
-from treadle.train.facts import CORPUS, DEVICE, WEIGHTS, changed, digest_of_weights, settings_of
+from treadle.train.facts import CORPUS, DEVICE, TOKENS, WEIGHTS, changed, digest_of_weights, settings_of
 from treadle.train.fitted_costs import write_costs
 from treadle.train.nonfinite import NonFiniteError, describe, examine
 from treadle.train.optim import ShardedOptimizer
@@ -112,13 +112,13 @@ class Trainer:
     def _make_data(self) -> None:
         """Open the text, which is the same on all ranks, where each has what its exchange needs."""
         problem: ValueError | None = None
-        self._corpus = ""
+        self._corpus = self._tokens = ""
         try:
             make_exchange(self.config.parallel.exchange, self.config.model.num_experts)
             self._open_text()
         except ValueError as error:
             problem = error
-        self._agree_on({CORPUS: self._corpus}, problem)
+        self._agree_on({CORPUS: self._corpus, TOKENS: self._tokens}, problem)
 
     def _agree_on(self, facts: dict[str, str], problem: ValueError | None = None) -> None:
         """Refuse ranks with different facts, and a rank with a problem, on all of them."""
@@ -134,7 +134,7 @@ class Trainer:
             )
         cache = Path(data.cache) if data.cache else self.output / "data"
         store = open_tokens(data.paths, tokenizer, cache, field=data.field, held_out=data.held_out)
-        self._corpus = store.key
+        self._corpus, self._tokens = store.key, store.digest
         self._training, self._held_out = store.training(training.seq_len), store.held_out(training.seq_len)
         if len(self._training) and not self._training.num_targets_of_first(len(self._training)):
             raise ValueError(f"data.paths {list(data.paths)} have only empty documents: there is no token to predict")

@@ -3,12 +3,13 @@
     <cache>/<key>/training.bin          tokens, each document followed by the token that ends it
                   training.starts.npy   where documents start
                   held_out.bin, held_out.starts.npy
-                  store.json
-            digests.json                digests of the files, by size, times and inode
+                  store.json            the vocabulary, and digests of the four files
+            digests.json                digests of text and stores, by size, times and inode
 
 The key is a digest of the files' contents and of all that tokens depend on, so a store is never stale. The first rank
 that holds the lock makes it under another name and renames it; the others wait for the lock and find it. So it is with
-digests: a file is read again where its size, its times or its inode are not those it was read with.
+digests: a file is read again where its size, its times or its inode are not those it was read with. The files of a
+store are on the disk before it gets its name; one whose files have other digests than store.json is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -28,6 +29,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from treadle.train.checkpoint.on_disk import sync
 from treadle.train.data.documents import find_files, read_documents
 from treadle.train.data.packing import PackedTokens
 from treadle.train.data.tokenizing import TextTokenizer
@@ -50,6 +52,8 @@ class TokenStore:
     directory: Path
     vocab_size: int
     dtype: str
+    digest: str
+    """Of the four files: equal on ranks that train on the same tokens."""
 
     @property
     def key(self) -> str:
@@ -84,7 +88,7 @@ def open_tokens(
         held_out: the share of documents to hold out, chosen by a digest of each, whatever other documents there are.
 
     Raises:
-        ValueError: a path names no file, or a .jsonl line has no text under `field`.
+        ValueError: a path names no file, a .jsonl line has no text under `field`, or a store's files were changed.
 
     """
     files = find_files(paths)
@@ -92,14 +96,43 @@ def open_tokens(
     key = _key(files, tokenizer, field, held_out, cache)
     directory = cache / key
     with _locked(cache / f"{key}.lock"):
-        if not directory.exists():
+        about = _about(directory)
+        if about is None:
             part = cache / f"{key}.part"
             shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
             part.mkdir()
             _write(part, files, tokenizer, field, held_out)
+            shutil.rmtree(directory, ignore_errors=True)  # one without digests
             part.rename(directory)
-    about = json.loads((directory / "store.json").read_text())
-    return TokenStore(directory, about["vocab_size"], about["dtype"])
+            sync(cache)
+            about = json.loads((directory / "store.json").read_text())
+    _refuse_changed(directory, about["sha256"], cache)
+    digest = hashlib.sha256(json.dumps(about["sha256"], sort_keys=True).encode()).hexdigest()[:24]
+    return TokenStore(directory, about["vocab_size"], about["dtype"], digest)
+
+
+def _about(directory: Path) -> dict[str, Any] | None:
+    """Return the store.json of a store; None where there is none with digests."""
+    try:
+        about: dict[str, Any] = json.loads((directory / "store.json").read_text())
+    except (OSError, ValueError):  # there is none, or it is damaged
+        return None
+    return about if "sha256" in about else None
+
+
+def _refuse_changed(directory: Path, digests: Mapping[str, str], cache: Path) -> None:
+    """Refuse a store with a file that is not the one that was written."""
+    paths = [directory / name for name in digests]
+    odd = [path for path in paths if not path.is_file()]
+    if not odd:
+        with _locked(cache / "digests.lock"):
+            found = _digests(paths, cache / "digests.json")
+        odd = [path for path, digest in zip(paths, found, strict=True) if digest != digests[path.name]]
+    if odd:
+        raise ValueError(
+            f"data.cache: {odd[0]} is missing or was changed since it was written; remove {directory}, and the "
+            "next run makes it again"
+        )
 
 
 @contextmanager
@@ -130,8 +163,7 @@ def _digests(files: Sequence[Path], kept_in: Path) -> list[str]:
             found.append(known[name][0])
             continue
         began_ns = time.time_ns()
-        with path.open("rb") as file:
-            found.append(hashlib.file_digest(file, "sha256").hexdigest())
+        found.append(_digest(path))
         _, mtime_ns, ctime_ns, _ = before
         if before == _identity(path) and max(mtime_ns, ctime_ns) < began_ns - SETTLED_NS:
             kept[name] = [found[-1], *before]
@@ -155,7 +187,22 @@ def _write(directory: Path, files: Sequence[Path], tokenizer: TextTokenizer, fie
         for some in _batched(documents, _AT_ONCE):
             for document, tokens in zip(some, tokenizer.encode(some), strict=True):
                 (held if _is_held_out(document, held_out) else training).add(tokens, tokenizer.end)
-    (directory / "store.json").write_text(json.dumps({"vocab_size": tokenizer.vocab_size, "dtype": dtype}))
+    digests = {path.name: _synced(path) for path in sorted(directory.iterdir())}
+    about = {"vocab_size": tokenizer.vocab_size, "dtype": dtype, "sha256": digests}
+    (directory / "store.json").write_text(json.dumps(about))
+    sync(directory / "store.json")
+    sync(directory)
+
+
+def _synced(path: Path) -> str:
+    """Bring a file to the disk; return its digest."""
+    sync(path)
+    return _digest(path)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _batched(documents: Iterator[bytes], size: int) -> Iterator[tuple[bytes, ...]]:
