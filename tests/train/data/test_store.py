@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import hashlib
 import json
+import lzma
 import multiprocessing as mp
 import os
 import re
@@ -172,6 +175,32 @@ def test_jsonl_gives_a_document_a_line(tmp_path: Path) -> None:
     assert list(read_documents(path, "body")) == ["é".encode(), b"b"]
     with pytest.raises(ValueError, match=r"a.jsonl:1: no text under 'text', the line has body; name the field in data"):
         list(read_documents(path, "text"))
+
+
+def test_a_line_that_has_no_utf_8_is_refused_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "a"}) + "\n" + r'{"text": "crawled \ud83d"}' + "\n")
+    with pytest.raises(ValueError, match=r"a.jsonl:2: the text under 'text' has half .* '\\ud83d' at character 8, for"):
+        list(read_documents(path, "text"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "form"),
+    [
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}'), "gzip"),
+        ("a.txt.bz2", bz2.compress(b"a"), "bzip2"),
+        ("a.txt.xz", lzma.compress(b"a"), "xz"),
+        ("a.txt.zst", bytes.fromhex("28b52ffd2001090000") + b"a", "zstd"),
+        ("a.parquet", b"PAR1" + bytes(8) + b"PAR1", "parquet"),
+        ("a.png", b"\x89PNG\r\n\x1a\n" + bytes(8), "binary"),
+    ],
+    ids=["gzip", "bzip2", "xz", "zstd", "parquet", "png"],
+)
+def test_a_compressed_or_binary_file_is_refused(name: str, content: bytes, form: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{name} is no text but {form}; unpack or convert it, or name only"):
+        open_tokens([str(tmp_path)], ByteTokenizer(), tmp_path / "cache")
 
 
 def test_a_path_without_files_is_refused() -> None:
