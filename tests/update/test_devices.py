@@ -77,14 +77,16 @@ def served(sockets: Path, worker: int) -> tuple[int, str]:
 Places = tuple[Path, Path, Holding, Holding]
 
 
-def updates(rank: int, places: Places, where: torch.device, options: UpdateOptions, do: Callable[..., Any]) -> Any:
+def updates(
+    rank: int, places: Places, where: torch.device | None, options: UpdateOptions, do: Callable[..., Any]
+) -> Any:
     far.enter()
     with Updater(places[0], ledger=places[1], options=options, device=where) as updater:
         return do(updater, rank, places)
 
 
 def run(
-    workers: Spawned, do: Callable[..., Any], where: torch.device = far.FAR, options: UpdateOptions = OPTIONS
+    workers: Spawned, do: Callable[..., Any], where: torch.device | None = far.FAR, options: UpdateOptions = OPTIONS
 ) -> list[Any]:
     """`do` on both ranks, with buffers on a device."""
     places = (workers.sockets, workers.ledger, *layouts())
@@ -280,6 +282,23 @@ def test_memory_is_measured_when_the_group_has_its_own() -> None:
             assert asked == ["measured", "group", "measured", "buffer"]  # first: whether it can be
             assert size_bytes <= far.FREE_BYTES
             assert right
+
+
+def noted(updater: Updater, rank: int, places: Places) -> list[str]:
+    """What is noted of weights on the device, and of those on the host."""
+    told = []
+    for version, on_device in enumerate([True, False], 1):
+        done = updater.update(weights(places[2], rank, version, on_device=on_device), version)
+        told.append(" ".join(done.notes))
+    return told
+
+
+@pytest.mark.parametrize("where", [None, torch.device("cpu")], ids=["by default", "by choice"])
+def test_weights_that_leave_their_device_without_a_choice_are_noted(where: torch.device | None) -> None:
+    with Spawned(2, serve, layouts()[1]) as workers:
+        for of_device, of_host in run(workers, noted, where):
+            assert ("device=torch.device('privateuseone:0')) keeps them on the device" in of_device) == (where is None)
+            assert "on the device" not in of_host
 
 
 class Packing(Plain):

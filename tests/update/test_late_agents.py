@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from treadle.cli.commands.agent import agent as agent_command
 from treadle.dist.clock import host_number
 from treadle.dist.rank_world import RankWorld
 from treadle.update import agent as agent_module
@@ -154,3 +156,20 @@ def test_an_agents_buffers_are_where_those_of_the_ranks_that_call_are(
     with pytest.raises(JoinedError) as joined:
         joining._join()
     assert joined.value.args == (own,)
+
+
+@pytest.mark.parametrize(
+    ("worker", "local", "gpu"), [(0, {}, 0), (3, {}, 3), (11, {}, 3), (11, {"LOCAL_RANK": "5"}, 5)]
+)
+def test_an_agents_gpu_is_its_workers_on_any_host(
+    worker: int, local: dict[str, str], gpu: int, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers are counted over all hosts, of 8 GPUs each: eight agents of a host are on eight GPUs."""
+    made: list[torch.device | None] = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setattr(os, "environ", local)
+    monkeypatch.setattr(Agent, "run", lambda self: made.append(self.device))
+    agent_command(place, "127.0.0.1:1", worker)
+    assert made == [torch.device("cuda", gpu)]

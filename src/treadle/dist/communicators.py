@@ -6,11 +6,14 @@ the world around them:
 | gained | the same calls in |
 |---|---|
 | made by two neighbours of a pipeline in any order; `new_group` is called by the whole world, and with \
-`use_local_synchronization` names a group by the number of groups its rank has | torch's `test_c10d_nccl.py` \
-(`ProcessGroupNCCLNoGPUTest`), vLLM's `stateless_init_torch_distributed_process_group` |
-| a priority and a number of thread blocks for each | `test_c10d_nccl.py`, `test_pass_nccl_options_config` |
-| members that are in no world together, as agents of an update | torchft's `ProcessGroupNCCL` |
-| aborts that name the lost rank, under a watchdog that leaves the process alone | torchft's `ProcessGroupNCCL.abort` |
+`use_local_synchronization` names a group by the number of groups its rank has | torch's `_dist2.py`, `_nccl_factory`: \
+options, constructor, `eager_connect_single_device`; run by `test_dist2.py`, `ProcessGroupNCCLTest.test_new_group` |
+| a priority and a number of thread blocks for each | torch's `test_c10d_nccl.py`, \
+`test_pass_nccl_options_high_priority_stream` and `test_pass_nccl_options_config` |
+| members that are in no world together, as agents of an update | vLLM's \
+`stateless_init_torch_distributed_process_group`, connected by use; torchft's `ProcessGroupNCCL`, non-blocking |
+| aborts that name the lost rank, under a watchdog that leaves the process alone | torch's `test_c10d_nccl.py`, \
+`test_error_detection_and_propagation`: the constructor with `TORCH_NCCL_ASYNC_ERROR_HANDLING=0`, `get_error`, `abort` |
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ WATCHED_HERE = {
 """The watchdog of a communicator, which reads the environment where it is made (ProcessGroupNCCL's constructor).
 
 By default, and as torchrun sets them, the first two end the process about a second after a peer has died, before the
-lost rank can be named; the last would have every wait block the thread that launches."""
+lost rank can be named; the last would have every wait block the thread that launches. Not undone here: with
+TORCH_NCCL_DESYNC_DEBUG or TORCH_DISTRIBUTED_DEBUG=DETAIL the constructor turns the first on again."""
 
 _environment = threading.Lock()
 

@@ -25,7 +25,8 @@ class Updated:
     seconds: dict[str, float]
     """Elapsed time by phase, and `total`."""
     notes: tuple[str, ...]
-    """What the plan left out for want of memory, why all tensors or elements moved, which workers left the set."""
+    """What the plan left out for want of memory, why all tensors or elements moved, which workers left the set,
+    and whether weights on a device went through the host."""
     shares: Shares | None = field(repr=False, default=None)
     """The plan; None where nothing moved."""
     times: BucketTimes | None = field(repr=False, default=None)

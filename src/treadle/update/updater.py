@@ -16,6 +16,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -39,7 +40,7 @@ from treadle.update.rank.inbox import Inbox
 from treadle.update.rank.lease_keeper import LeaseKeeper
 from treadle.update.rank.measured_update import noted, trace_of
 from treadle.update.rank.plans import Plans
-from treadle.update.rank.rank_buffers import RankBuffers
+from treadle.update.rank.rank_buffers import RankBuffers, detour_of
 from treadle.update.rank.rendezvous import Rendezvous
 from treadle.update.rank.source import WeightSource
 from treadle.update.rank.worker_client import WorkerClient
@@ -88,6 +89,7 @@ class Updater:
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         options = options if options is not None else UpdateOptions()
+        self._says_device = device is not None
         self.device = device = _own(device if device is not None else torch.device("cpu"))
         world = world if world is not None else RankWorld.of_torch()
         self.rank, self.world = world.rank, world.size
@@ -239,7 +241,8 @@ class Updater:
             self.attempt = attempt = known = None  # the error's traceback holds this frame
             context.buffers.end_update()
         done.seconds["total"] = time.perf_counter() - began
-        return done
+        detour = "" if self._says_device else detour_of(request.source)
+        return replace(done, notes=(*done.notes, detour)) if detour else done
 
     def trace(self, done: Updated) -> Trace:
         """The planned Program of an update with the times of all ranks, on one clock. All ranks call this together."""
