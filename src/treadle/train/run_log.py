@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -86,22 +91,34 @@ def peak_bytes(device: torch.device) -> int:
     return peak
 
 
-def _open_rows(path: Path) -> IO[str]:
+def _open_rows(path: Path) -> FileIO:
     """Open a file of rows to add to it; a row that a kill cut off stays a line of its own."""
-    file = path.open("a+", encoding="utf-8")
-    file.seek(0)
-    text = file.read()
-    if text and not text.endswith("\n"):
-        file.write("\n")
+    file = FileIO(path, "a+")
+    size = file.seek(0, os.SEEK_END)
+    if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+        file.write(b"\n")
     return file
 
 
+def _add_row(file: FileIO, row: bytes) -> None:
+    """Write a whole row, or raise OSError and write none of it."""
+    begin = file.seek(0, os.SEEK_END)
+    written = file.write(row)
+    if written < len(row):
+        file.truncate(begin)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 class RunLog:
-    """Writes what rank 0 knows: lines, metrics.jsonl, TensorBoard. On other ranks it does nothing."""
+    """Writes what rank 0 knows: lines, metrics.jsonl, TensorBoard. On other ranks it does nothing.
+
+    A file that cannot be written, as on a full disk, is a line, and the run goes on.
+    """
 
     def __init__(self, output: Path, rank: int, *, steps: int, tensorboard: bool, on_gpu: bool) -> None:
         self._steps, self._on_gpu, self._speaks = steps, on_gpu, rank == 0
-        self._file: IO[str] | None = None
+        self._file: FileIO | None = None
+        self._lost = 0
         self._board: Any = None
         if not self._speaks:
             return
@@ -136,17 +153,42 @@ class RunLog:
         self._chart("held_out/loss", loss, step)
 
     def _write(self, row: dict[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
+        if self._file is None:
+            return
+        try:
+            _add_row(self._file, (json.dumps(row) + "\n").encode())
+        except OSError as error:
+            if not self._lost:
+                self.say(f"metrics.jsonl has no row of step {row['step']}, and none until one can be written: {error}")
+            self._lost += 1
+        else:
+            if self._lost:
+                self.say(f"metrics.jsonl goes on with step {row['step']}; it lacks {self._lost} rows")
+            self._lost = 0
 
     def _chart(self, name: str, value: float | None, step: int) -> None:
         if self._board is not None and value is not None:
-            self._board.add_scalar(name, value, step)
+            with self.unless_full(f"what TensorBoard shows of step {step}"):
+                self._board.add_scalar(name, value, step)
+                return
+            self._close_board()
+
+    def _close_board(self) -> None:
+        board, self._board = self._board, None
+        with suppress(OSError):
+            board.close()
+
+    @contextmanager
+    def unless_full(self, what: str) -> Iterator[None]:
+        """Report what cannot be written in a line instead of an error."""
+        try:
+            yield
+        except OSError as error:
+            self.say(f"{what} could not be written: {error}")
 
     def close(self) -> None:
         """Close the files."""
         if self._file is not None:
             self._file.close()
         if self._board is not None:
-            self._board.close()
+            self._close_board()

@@ -118,6 +118,8 @@ class Trainer:
             self._open_text()
         except ValueError as error:
             problem = error
+        except OSError as error:  # a full disk, a directory of another user
+            problem = ValueError(f"data.cache cannot be written: {error}; free space, or choose another directory")
         self._agree_on({CORPUS: self._corpus, TOKENS: self._tokens}, problem)
 
     def _agree_on(self, facts: dict[str, str], problem: ValueError | None = None) -> None:
@@ -364,9 +366,10 @@ class Trainer:
         whole = self.pipe.gather_mesh_trace() if traces else None
         if whole is not None:
             directory = self.output / "traces"
-            directory.mkdir(exist_ok=True)
-            save_trace(whole, directory / f"step{self.step}.json.gz")
-            write_costs(whole, self.output)
+            with self.log.unless_full(f"the trace of step {self.step}"):
+                directory.mkdir(exist_ok=True)
+                save_trace(whole, directory / f"step{self.step}.json.gz")
+                write_costs(whole, self.output)
         return overlap_of(trace) if trace is not None and self.world.rank == 0 else (None, None)
 
     def _log_step(self, facts: StepFacts) -> None:
