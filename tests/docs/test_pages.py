@@ -125,6 +125,21 @@ def test_python_api_has_every_public_name() -> None:
     assert shown >= set(treadle.__all__)
 
 
+@pytest.mark.parametrize("path", pages(), ids=_name)
+def test_names_of_a_pipeline_exist(path: Path) -> None:
+    known = {*dir(treadle.Pipeline), "report"}
+    assert {*re.findall(r"\bpipe\.(\w+)", path.read_text("utf-8"))} <= known
+
+
+def test_models_to_take_as_they_are_have_a_model_type() -> None:
+    from treadle.models.architectures import CLASSES
+
+    (line,) = re.findall(
+        r"^.*which you may take as they are:$", (DOCS / "your_model.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert re.findall(r"`(\w+)`", line) == [*CLASSES]
+
+
 def test_command_line_has_every_command() -> None:
     shown = set(re.findall(r"^<!-- help: treadle ([\w-]+) -->$", (DOCS / "cli.md").read_text("utf-8"), re.MULTILINE))
     listed = run("treadle --help", ROOT)[1].partition("Commands:")[2]

@@ -285,3 +285,28 @@ def test_a_step_under_autocast_converts_weights_once_and_follows_their_updates()
     for got, want in zip(run(), first, strict=True):
         assert torch.equal(got, want)
     linear.defer_to(None)
+
+
+def under_one_seed(first: int) -> tuple[Experts, Tensor]:
+    """The experts of a rank, and what its next parameter begins with."""
+    torch.manual_seed(0)
+    return Experts(WIDTH, HIDDEN, NUM, first=first), torch.rand(3)
+
+
+def test_experts_of_different_ranks_differ_under_one_seed() -> None:
+    made = [under_one_seed(first) for first in (0, NUM, 2 * NUM, NUM)]
+    assert len({tuple(after.tolist()) for _, after in made}) == 1, "other parameters are the same on all ranks"
+    for name in ("up", "down"):
+        weights = [getattr(experts, name).weight for experts, _ in made]
+        different = torch.cat(weights[:3]).detach().flatten(1)
+        assert len({tuple(each.tolist()) for each in different}) == 3 * NUM
+        assert torch.equal(weights[1], weights[3])
+        assert different.std(1).max() < 1.1 * different.std(1).min()
+
+
+def test_experts_follow_the_seed_on_every_rank() -> None:
+    drawn = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        drawn.append(Experts(WIDTH, HIDDEN, NUM, first=NUM).up.weight)
+    assert not torch.equal(*drawn)

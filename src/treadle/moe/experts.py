@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+
+import torch
 from torch import Tensor, nn
 
 from treadle.moe.permutation import permuted, transposition
@@ -16,6 +19,9 @@ class Experts(RankOwned):
     All experts' weights of a projection are one parameter and one grouped matrix multiplication: `up.weight` is
     [num, 2 * hidden, width], `down.weight` [num, width, hidden]. A state dict has an entry for each expert
     (`up.0.weight`, `up.1.weight`, ...).
+
+    Ranks that begin with one seed, as their other parameters require, get different experts: the initial values depend
+    on `first`.
     """
 
     def __init__(self, width: int, hidden: int, num: int, first: int = 0) -> None:
@@ -23,6 +29,18 @@ class Experts(RankOwned):
         self.first = first
         self.up = GroupedLinear(num, width, 2 * hidden)
         self.down = GroupedLinear(num, hidden, width)
+        self._separate()
+
+    def _separate(self) -> None:
+        """Draw the values again where these are also those of the group's first rank."""
+        up = self.up.weight
+        if self.first == 0 or up.is_meta:
+            return
+        drawn = up.detach().flatten()[:64].cpu().view(torch.uint8).numpy().tobytes()  # follows the caller's seed
+        digest = hashlib.sha256(drawn + str(self.first).encode()).digest()
+        generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        for linears in (self.up, self.down):
+            linears.reset_parameters(generator)
 
     def __len__(self) -> int:
         return len(self.up)

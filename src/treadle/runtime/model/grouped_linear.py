@@ -62,10 +62,12 @@ class GroupedLinear(DefersWeightGrad):
         num, out_features, in_features = self.weight.shape
         return f"num={num}, in_features={in_features}, out_features={out_features}"
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws each linear's values as `nn.Linear` does."""
         for weight in self.weight.detach():
-            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+            drawn = weight if generator is None else torch.empty_like(weight, device=generator.device)
+            nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+            weight.copy_(drawn)
 
     def forward(self, rows: Tensor, groups: RowGroups) -> Tensor:
         """Runs linear g on the rows of group g, in autocast's precision if autocast is on."""
