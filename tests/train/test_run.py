@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer
 
 import treadle
 from tests.support.patience import HUNG_S
@@ -26,6 +29,22 @@ def _command(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "treadle.train", *flags], capture_output=True, text=True, env=environment, timeout=HUNG_S
     )
+
+
+def test_an_exported_model_has_the_tokenizer_of_its_text(tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"?": 0, "import": 1, "</s>": 2}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    given = tmp_path / "given"
+    given.mkdir()
+    words.add_special_tokens(["</s>"])
+    words.save(str(given / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": "{{ messages }}"}
+    (given / "tokenizer_config.json").write_text(json.dumps(about))
+    config = tiny(tmp_path / "run", data={"tokenizer": str(given)}, training={"steps": 1, "warmup_steps": 0})
+    assert main([*flags_of(config), "--checkpoint.export"]) == 0
+    exported = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert exported("import it")["input_ids"] == [1, 0]
+    assert (exported.eos_token, exported.chat_template) == ("</s>", "{{ messages }}")
 
 
 def test_a_run_of_one_process_prints_a_line_a_step_and_writes_its_files(

@@ -29,6 +29,7 @@ from treadle.train.checking import check_config, learning_rate, note_on_decay
 from treadle.train.checkpoint import Checkpointer
 from treadle.train.data import Batch, evaluation_batches, open_tokens, training_loader
 from treadle.train.data.tokenizing import make_tokenizer
+from treadle.train.export import copy_tokenizer
 from treadle.train.facts import CORPUS, DEVICE, TOKENS, WEIGHTS, changed, digest_of_weights, settings_of
 from treadle.train.fitted_costs import write_costs
 from treadle.train.nonfinite import NonFiniteError, describe, examine
@@ -246,11 +247,16 @@ class Trainer:
                     after_step(facts)
             if self.config.checkpoint.export and self.step == training.steps:
                 self.pipe.gather_parameters()
-                save_pretrained(self.stages, self.config.model, self.output / "model")
+                self._export(self.output / "model")
             self.checkpoints.wait()
         if stopped and self.step < training.steps:
             self.log.say(f"stopped by SIGTERM, saved at step {self.step}; the same command goes on from there")
         return RunResult(self.step, self._loss, stopped)
+
+    def _export(self, directory: Path) -> None:
+        save_pretrained(self.stages, self.config.model, directory)
+        if self.world.rank == 0:
+            copy_tokenizer(self.config.data.tokenizer, self.config.checkpoint.weights, directory)
 
     def train_step(self, stop: StopSignal | None = None) -> StepFacts:
         """Run the next step: forward, backward, clipping, update. Ranks agree once, after the last backward."""

@@ -501,7 +501,10 @@ def test_a_fault_between_steps(tmp_path: Path, side_by_side: ThreadPoolExecutor)
 
 def test_a_rank_that_leaves_early(tmp_path: Path, side_by_side: ThreadPoolExecutor) -> None:
     """Its process ends, well or not, while the others need it for another step."""
-    words = "it said goodbye between steps, after step 0. Do all ranks run the same number of steps?"
+    words = (
+        "it ended or closed its Pipeline between steps, after step 0. If its log shows no error, do all ranks run the "
+        "same number of steps?"
+    )
     scenes = [
         Scene(between_steps, fault, ("left", None), words, ends=1 if fault == "raise" else 0)
         for fault in ("close", "return", "raise")

@@ -25,9 +25,9 @@ _INTERRUPTS = ("KeyboardInterrupt", "SystemExit")
 class RankLostError(PortableError, RuntimeError):
     """A rank of the pipeline was lost; every other rank raises this error, and all name the same rank.
 
-    `kind` is "killed", "raised" (an error, or an interrupt), "hung", "left" (it said goodbye while others still needed
-    it), "cut" (its connection broke although it lives) or "absent" (it did not come to make the pipeline). `op` is the
-    op of the lost rank, `waiting_for` the op or rank that this rank waited for.
+    `kind` is "killed", "raised" (an error, or an interrupt), "hung", "left" (it ended or closed its Pipeline while
+    others still needed it), "cut" (its connection broke although it lives) or "absent" (it did not come to make the
+    pipeline). `op` is the op of the lost rank, `waiting_for` the op or rank that this rank waited for.
 
     Example:
         >>> try:
@@ -79,7 +79,7 @@ def _op(rank: int, op: int, name: Naming) -> str | None:
 def _what(lost: Lost, name: Naming) -> str:
     match lost.kind:
         case LossKind.LEFT:
-            return "it said goodbye"
+            return "it ended or closed its Pipeline"
         case LossKind.CUT:
             return "its connection broke, though it lives,"
         case LossKind.RAISED:
@@ -106,7 +106,7 @@ def _details(lost: Lost, deadline_s: float) -> str:
             text = lost.text.partition(":")[2].strip()
             return f": {text}{'' if text.endswith('.') else '.'}" if text else "."
         case LossKind.LEFT:
-            return ". Do all ranks run the same number of steps?"
+            return ". If its log shows no error, do all ranks run the same number of steps?"
         case LossKind.HUNG if lost.text:
             return f": ranks {lost.text} wait for each other; does `treadle verify` pass?"
         case LossKind.HUNG if lost.silent:
