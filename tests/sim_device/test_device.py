@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -131,15 +133,17 @@ def test_device(test: Callable[[int], None]) -> None:
     alone(test)
 
 
-def train(_: int) -> None:
+def train_on_sim(_: int, dtype: torch.dtype) -> None:
+    sim_device.load(delay_us=200, seed=3)
     torch.set_num_threads(1)
     models = []
     for device in ("cpu", "sim"):
         torch.set_default_device("cpu")
         torch.manual_seed(1)
-        model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 10)).to(device)
+        model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 10))
+        model = model.to(device, dtype)
         adamw = torch.optim.AdamW(model.parameters(), 0.01)
-        x, labels = torch.randn(16, 32).to(device), torch.randint(0, 10, (16,)).to(device)
+        x, labels = torch.randn(16, 32).to(device, dtype), torch.randint(0, 10, (16,)).to(device)
         for _ in range(3):
             adamw.zero_grad()
             torch.autograd.backward(torch.nn.functional.cross_entropy(model(x), labels))
@@ -150,5 +154,23 @@ def train(_: int) -> None:
         assert torch.equal(cpu, sim.cpu())
 
 
-def test_a_training_step_is_that_of_the_cpu_to_the_last_bit() -> None:
-    alone(train)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_training_step_is_that_of_the_cpu_to_the_last_bit(dtype: torch.dtype) -> None:
+    check(run_ranks(1, train_on_sim, dtype, new=True))
+
+
+def load_at_once(_: int) -> None:
+    both = threading.Barrier(2)
+
+    def load() -> None:
+        both.wait()
+        sim_device.load()
+
+    with ThreadPoolExecutor(2) as threads:
+        for loaded in [threads.submit(load) for _ in range(2)]:
+            loaded.result()
+    assert torch.ones(2, device="sim").tolist() == [1.0, 1.0]
+
+
+def test_two_threads_load_it_at_once() -> None:
+    check(run_ranks(1, load_at_once, new=True))

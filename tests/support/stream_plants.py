@@ -176,29 +176,10 @@ STREAM_PLANTS = {
         "if device.type:",
         RANDOM,
     ),
-    "generator-of-the-first-device": _line(
-        "the generator of device 0 is seeded",
-        "treadle.runtime.model.seeding",
-        "device.index or 0",
-        "0",
-        RANDOM,
-    ),
     "counts-read-early": _line(
         "row counts are read before their copy has ended",
         "treadle.moe.exchanges.all_to_all",
         "routing.trip.tensor(self.await_event)",
         "routing.trip._room",
-    ),
-    "kernels-on-one-stream": _line(
-        "an op waits on its lane's stream and launches on the caller's",
-        LANES,
-        "with streams.on(stream):",
-        "with streams.on(self._streams[0]):",
-    ),
-    "host-waits-by-a-number": _line(
-        "the host waits for a number of the device in each exchange",
-        "treadle.moe.exchanges.all_to_all",
-        "arriving = self.counts(routing.counts)",
-        "arriving = self.counts(routing.counts)\n        arriving.sum().item()",
     ),
 }

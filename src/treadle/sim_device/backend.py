@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import threading
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ NAME = "sim"
 BACKEND = "simccl"
 
 _loaded: Any = None
+_loading = threading.Lock()
 
 
 def load(*, num_devices: int = 8, seed: int = 0, delay_us: float = 0.0, nonblocking: bool = False) -> None:
@@ -32,8 +34,12 @@ def load(*, num_devices: int = 8, seed: int = 0, delay_us: float = 0.0, nonblock
     TORCH_NCCL_USE_COMM_NONBLOCKING=1.
     """
     global _loaded
-    if _loaded is not None:
-        return
+    with _loading:
+        if _loaded is None:
+            _loaded = _registered(num_devices, seed, delay_us, nonblocking)
+
+
+def _registered(num_devices: int, seed: int, delay_us: float, nonblocking: bool) -> Any:
     before = torch._C._get_privateuse1_backend_name()
     if before not in ("privateuseone", NAME):
         raise ValueError(f"torch has one place for a device of others, and {before!r} is in it; start a new process")
@@ -49,7 +55,7 @@ def load(*, num_devices: int = 8, seed: int = 0, delay_us: float = 0.0, nonblock
     generate_methods_for_privateuse1_backend(for_storage=True)
     dist.Backend.register_backend(BACKEND, partial(_make_backend, extension), devices=[NAME])
     atexit.register(extension.leave)
-    _loaded = extension
+    return extension
 
 
 def is_loaded() -> bool:

@@ -4,11 +4,13 @@
 #include "kernels.h"
 
 #include <ATen/ATen.h>
+#include <ATen/OpMathType.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <optional>
 #include <set>
 #include <string>
@@ -98,6 +100,43 @@ void copy_values(const IValue& to, const IValue& from) {
 bool takes_host_tensors(const c10::OperatorHandle& op) {
   static const std::set<std::string> names{"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"};
   return names.count(op.schema().name()) != 0;
+}
+
+Tensor meta_of(at::IntArrayRef sizes, const Tensor& like, at::ScalarType dtype) {
+  return at::empty(sizes, like.options().dtype(dtype).device(at::kMeta));
+}
+
+// The shapes of a layer norm's results. torch finds them in Python (torch/_refs, torch/_decomp), in milliseconds.
+// Nothing where the arguments do not fit each other: torch's error says how.
+std::optional<Stack> layer_norm_shapes(const c10::OperatorHandle& op, const std::vector<IValue>& args) {
+  bool forward = op.schema().name() == "aten::native_layer_norm";
+  if (!(forward || op.schema().name() == "aten::native_layer_norm_backward") || op.schema().overload_name() != "") {
+    return std::nullopt;
+  }
+  const auto& input = args[forward ? 0 : 1].toTensor();
+  auto shape = args[forward ? 1 : 2].toIntVector();
+  std::vector<Tensor> parameters;
+  for (size_t at : {forward ? 2 : 5, forward ? 3 : 6}) {
+    parameters.push_back(args[at].isTensor() ? args[at].toTensor() : Tensor());
+    if (parameters.back().defined() && parameters.back().sizes() != shape) return std::nullopt;
+  }
+  auto leading = input.dim() - int64_t(shape.size());
+  if (shape.empty() || leading < 0 || input.sizes().slice(leading) != shape) return std::nullopt;
+  if (forward) {
+    auto sizes = input.sizes().vec();
+    std::fill(sizes.begin() + leading, sizes.end(), 1);
+    auto dtype = at::toOpMathType(input.scalar_type());
+    auto mean = meta_of(sizes, input, dtype);
+    return Stack{meta_of(input.sizes(), input, input.scalar_type()), mean, at::empty_like(mean)};
+  }
+  auto wanted = args[7].toBoolList();
+  Stack shapes;
+  size_t at = 0;
+  for (auto& tensor : {input, parameters[0], parameters[1]}) {
+    bool given = wanted[at++] && tensor.defined();
+    shapes.push_back(given ? meta_of(tensor.sizes(), tensor, tensor.scalar_type()) : Tensor());
+  }
+  return shapes;
 }
 
 // One call of an operator.
@@ -225,6 +264,10 @@ class Call {
   // where the CPU's kernel runs on the host.
   bool find_shapes() {
     if (!needs_shapes()) return true;
+    if (auto known = layer_norm_shapes(op_, args_)) {
+      shapes_ = std::move(*known);
+      return true;
+    }
     Stack metas;
     for (auto& arg : args_) metas.push_back(replaced(arg, as_meta, at::kMeta));
     auto given = metas;
@@ -320,6 +363,17 @@ class Call {
 
 void run_operator(const c10::OperatorHandle& op, Stack* stack) { Call(op, stack).run(); }
 
+// The meta device, as CUDA, gives a mean in float32 for an input in bfloat16; the CPU's kernel takes it in the dtype of
+// the weight (ATen/native/cpu/mixed_data_type.h, param_scalar_type).
+void run_layer_norm_backward(const c10::OperatorHandle& op, Stack* stack) {
+  enum { kInput = 1, kMean = 3, kRstd = 4, kWeight = 5, kNumArguments = 8 };
+  auto* args = &stack->at(stack->size() - kNumArguments);
+  auto& like = args[kWeight].isTensor() && args[kWeight].toTensor().defined() ? args[kWeight] : args[kInput];
+  auto dtype = like.toTensor().scalar_type();
+  for (auto at : {kMean, kRstd}) args[at] = args[at].toTensor().to(dtype);
+  run_operator(op, stack);
+}
+
 // `native_dropout` takes no generator: a mask of `bernoulli_`, which does, is what CUDA's kernel comes to.
 std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
   if (!train.value_or(true) || input.numel() == 0) {
@@ -350,6 +404,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   for (auto* name : {"native_layer_norm", "native_group_norm"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_operator>());
   }
+  library.impl("native_layer_norm_backward", torch::CppFunction::makeFromBoxedFunction<&run_layer_norm_backward>());
   library.impl("native_dropout", &native_dropout);
   library.impl("native_dropout_backward", &native_dropout_backward);
 }
