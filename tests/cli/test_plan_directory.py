@@ -75,7 +75,7 @@ def test_every_command_takes_it(made: tuple[PlannedStep, Path]) -> None:
     assert run("show", NAME, "--rows", cwd=directory).stdout.startswith("0: F0.0")
     assert "attn" in run("show", NAME, "--lower", cwd=directory).stdout
     step = show_time(chosen.trace.clock, chosen.trace.makespan)
-    assert f"a step takes {step}," in run("why", NAME, cwd=directory).stdout
+    assert f"a step takes {step} to the begin of the next, " in run("why", NAME, cwd=directory).stdout
     assert run("dryrun", NAME, "--width", "8", "--tokens", "8", cwd=directory).returncode == 0
 
 

@@ -19,6 +19,7 @@ import treadle
 from tests.support.command import Finished
 from tests.support.command import treadle as run
 from tests.support.paths import ROOT
+from tests.support.recorded_transport import RecordedRun, record
 from treadle.cli import terminal
 from treadle.cli.app import COMMANDS, make_command
 from treadle.integrations import torch_pipelining
@@ -82,7 +83,7 @@ treadle why 'my run.json.gz' -o why.html
 treadle why 'my v.json'
 treadle why 'my layers.npz'
 treadle hang 'my dumps/circle' --schedule 1f1b --pp 2 -m 4
-treadle hang 'my dumps/stalled' --schedule gpipe --pp 4 -m 4
+treadle hang 'another order' --schedule 1f1b --pp 4 -m 6
 treadle balance --pp 4 --model-layers 16 --costs 'my costs.toml'
 treadle balance --pp 2 --vpp 2 --model config.json --cluster h100:64 --ep 8
 treadle balance --pp 4 --placement v --model-layers 16 --costs 'my costs.toml' --dense 1
@@ -146,6 +147,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def suggested(directory: Path) -> Suggested:
+    usual, other = (treadle.generate(name, pp=4, microbatches=6) for name in ("1f1b", "gpipe"))
+    record(RecordedRun(directory / "another order", (usual, other, usual, usual)))
     """What the producers suggest, and the files that they leave."""
     found: set[str] = set()
     places: set[tuple[str, int]] = set()

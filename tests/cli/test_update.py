@@ -198,7 +198,7 @@ def test_a_directory_into_an_engine_or_not_at_all(workers: Workers, tmp_path: Pa
     assert (shown["version"], shown["attempt"]) == (1, 1)
     assert shown["bytes"] >= sum(tensor.size_bytes for tensor in model(1, 32))
     workers.tell(1, Trouble("raise", "finish"))
-    done = as_ranks(workers, tmp_path, "--from", str(save(tmp_path / "two", 2)), *bucket)
+    done = as_ranks(workers, tmp_path, "--from", str(save(tmp_path / "two", 2)), *bucket, "--rollback", "host")
     assert done.returncode == 1
     told = " ".join(done.stderr.split())
     assert "worker 1" in told

@@ -70,7 +70,7 @@ def test_layout_with_heavier_end_is_slower() -> None:
 
 
 def test_unknown_precision_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="computes in bf16, fp8, got nvfp4; take `precision=bf16` or another GPU"):
+    with pytest.raises(ValueError, match="computes in bf16, fp8, got nvfp4; take bf16 or another GPU, or add its rate"):
         estimate_costs(dense(precision="nvfp4"))
 
 

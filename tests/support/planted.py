@@ -178,9 +178,9 @@ PLANTS = {
         "kind=offload,schedule=1f1b|interleaved-overlap",
     ),
     "scale-rounded-twice": Plant(
-        "the gradient of a loss starts from what another loss's precision left of the scale",
+        "the gradient of a loss starts from a scale that was rounded to bfloat16 first",
         "treadle.runtime.model.chunk",
-        (("scales[torch.float64, own.aux].to(own.loss.dtype)", "list(scales.values())[-1].to(own.loss.dtype)"),),
+        (("[own.aux].to(own.loss.dtype)", "[own.aux].bfloat16().to(own.loss.dtype)"),),
         "kind=layers,schedule=1f1b|zb-h1,aux=bf16,num_layers=1",
     ),
     "halves-shared": Plant(

@@ -193,7 +193,7 @@ def test_as_in_one_process(case: Case) -> None:
             want = wanted[stage][name]
             assert float((grad - want).abs().max()) <= 1e-10 * max(float(want.abs().max()), 1e-9), (stage, name)
         assert about["communicators"] <= 8
-        assert about["ranks"] == case.world
+        assert about["ranks"] == case.pp
         assert about["in order"]
         assert {"ATTN_F", "COUNTS", "HOST", "DISPATCH_F", "MLP_F", "COMBINE_F", "ATTN_W", "MLP_W"} <= about["kinds"]
 

@@ -118,7 +118,7 @@ def test_gradients_of_one_process_and_the_same_bits_when_computed_again(config: 
             assert {OpKind.MTP_F, OpKind.MTP_B, OpKind.MTP_W, OpKind.HEAD_F, OpKind.EMBED_F} <= set(other.lanes)
         for each in ran:
             assert all(each.lanes[kind] == {LaneKind.COMPUTE} for kind in COMPUTES & set(each.lanes))
-            assert len(each.head_ns) == config.num_mb * config.ep
+            assert len(each.head_ns) == config.num_mb
             assert min(each.head_ns) > 0
 
 
