@@ -27,8 +27,8 @@ PP, MICROBATCHES = 2, 4
 LAYERS = Case("1f1b")
 
 
-def run_cells(rank: int, directory: Path) -> treadle.Trace:
-    """The trace of the profiled step, which is the second."""
+def run_cells(rank: int, directory: Path) -> treadle.Trace | None:
+    """The trace of the profiled step, which is the second, on rank 0."""
     mesh = init_device_mesh("cpu", (PP,), mesh_dim_names=("pp",))
     schedule = treadle.generate("1f1b", pp=PP, microbatches=MICROBATCHES)
     torch.manual_seed(0)
@@ -36,7 +36,7 @@ def run_cells(rank: int, directory: Path) -> treadle.Trace:
     return profiled(pipe, torch.randn(2, MICROBATCHES, 4, 8), directory / f"rank{rank}_trace.json.gz")
 
 
-def run_layers(rank: int, directory: Path) -> treadle.Trace:
+def run_layers(rank: int, directory: Path) -> treadle.Trace | None:
     """The same at the grain of layers, with lanes that are threads."""
     mesh = init_device_mesh("cpu", (LAYERS.pp, LAYERS.ep), mesh_dim_names=("pp", "ep"))
     pp_rank, ep_rank = divmod(rank, LAYERS.ep)
@@ -48,12 +48,12 @@ def run_layers(rank: int, directory: Path) -> treadle.Trace:
     return profiled(pipe, both, directory / f"rank{rank}_trace.json.gz")
 
 
-def profiled(pipe: treadle.Pipeline, both: torch.Tensor, path: Path) -> treadle.Trace:
+def profiled(pipe: treadle.Pipeline, both: torch.Tensor, path: Path) -> treadle.Trace | None:
     pipe.step(both[0], both[1])
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         pipe.step(both[0], both[1])
     profile.export_chrome_trace(str(path))
-    trace = pipe.gather_trace()
+    trace = pipe.gather_mesh_trace()
     pipe.close()
     return trace
 
@@ -75,6 +75,7 @@ def marks(rank: RankRecording) -> dict[tuple[int, int, int, int], int]:
 
 def test_cells_under_the_profiler_are_those_of_the_trace(tmp_path: Path) -> None:
     trace = check(run_ranks(PP, run_cells, tmp_path))[0]
+    assert trace is not None
     recording = KinetoReader().read(sorted(tmp_path.iterdir()), lambda _: None)
     assert recording.remarks == ()
     off = []
@@ -91,6 +92,7 @@ def test_cells_under_the_profiler_are_those_of_the_trace(tmp_path: Path) -> None
 
 def test_ops_of_lanes_that_are_threads_are_in_the_file_too(tmp_path: Path) -> None:
     trace = check(run_ranks(LAYERS.world, run_layers, tmp_path))[0]
+    assert trace is not None
     recording = KinetoReader().read(sorted(tmp_path.iterdir()), lambda _: None)
     assert recording.remarks == ()
     assert (recording.pp, len(recording.ranks)) == (LAYERS.pp, LAYERS.world)

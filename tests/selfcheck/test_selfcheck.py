@@ -193,7 +193,7 @@ def test_a_schedule_that_does_not_fit_the_ranks_is_skipped() -> None:
 def test_setups_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="ranks are 2 or more"):
         Setup(num_ranks=1)
-    with pytest.raises(ValueError, match=r"device 'tpu' is not here .* give cpu, or leave it out"):
+    with pytest.raises(ValueError, match=r"device 'tpu' is not here .* give cpu or sim, or leave it out"):
         Setup(device_type="tpu")
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     assert Setup().kind == (kind.type if kind is not None else "cpu")

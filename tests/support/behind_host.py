@@ -101,6 +101,7 @@ class Wrapped:
         return self.launch("_reduce_scatter_base", [rows], output, rows, *more)
 
     def _allgather_base(self, output: Tensor, row: Tensor, *more: Any) -> Any:
+        """torch 2.13 ProcessGroupNCCL.hpp:865-868: launches, and returns work whose wait is `wait`."""
         return self.launch("_allgather_base", [row], output, row, *more)
 
     def allgather(self, gathered: list[list[Tensor]], tensors: list[Tensor], *more: Any) -> Any:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from treadle.dist.backends import is_dry
 from treadle.dist.calls import number_of
 from treadle.dist.clock import clock_offset
+from treadle.dist.gathering import gather_json
 from treadle.dist.groups import Group
 from treadle.dist.streams import HOST_MEMORY, Download, upload
 from treadle.ir import Schedule
@@ -475,6 +476,17 @@ class Pipeline:
         with self._guard.step(self._step), self._guard.together(what):
             self._announce(what, at_once=True)
             yield
+
+    def gather_over_replicas(self, row: list[Any]) -> tuple[list[list[Any]], int]:
+        """Return the rows of all replicas of this rank's stages, in one order for all, and this rank's place.
+
+        Rows go as JSON. Every rank of the mesh calls it.
+        """
+        group = self.groups.replica_group
+        if group is None:
+            return [row], 0
+        with self.together("the agreement between steps"):
+            return gather_json(group, row), group.group_rank
 
     # -- what happened -----------------------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.stateful import Stateful
 
-from treadle.dist.gathering import gather_json
 from treadle.host.errors import TreadleError, named
 from treadle.runtime import Pipeline
 from treadle.train.checkpoint import on_disk
@@ -127,13 +126,10 @@ class Checkpointer:
 
     def _written_here(self, parts: State) -> State:
         """Return the parts that this rank writes: replicas hold the same parameters, and divide them."""
-        group = self._pipe.groups.replica_group
-        if group is None:
-            return parts
-        with self._pipe.together("the agreement between steps"):
-            rows = gather_json(group, [[name, part.offset, part.size_bytes] for name, part in parts.items()])
+        listed = [[name, part.offset, part.size_bytes] for name, part in parts.items()]
+        rows, own = self._pipe.gather_over_replicas(listed)
         held = [[(name, tuple(offset), size_bytes) for name, offset, size_bytes in row] for row in rows]
-        mine = shared_out(held)[group.group_rank]
+        mine = shared_out(held)[own]
         return {name: part for name, part in parts.items() if name in mine}
 
     def wait(self) -> None:
