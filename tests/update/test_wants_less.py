@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def life(rank: int, directory: Path) -> list[tuple[float, str]]:
     seen = []
     with (
         Endpoint(engine, directory, 0),
-        Updater(directory, ledger=directory / "ledger", options=OPTIONS) as updater,
+        Updater(directory, ledger=directory / "ledger", options=replace(OPTIONS, rollback="host")) as updater,
     ):
         for version in range(1, 8):
             engine.fails = version in (2, 4, 5)
