@@ -31,7 +31,7 @@ from treadle.weights.tensor_boxes import Box
 pytest.importorskip("zmq")
 pytestmark = pytest.mark.slow
 
-OPTIONS = UpdateOptions(SMALL, deadline_s=PATIENT_S, drain_s=1)
+OPTIONS = UpdateOptions(SMALL, deadline_s=PATIENT_S, drain_s=1, rollback="host")
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
