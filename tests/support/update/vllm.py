@@ -264,7 +264,9 @@ def attempt(
     hangs = case.trouble is not None and case.trouble.act == "hang"
     report = Report()
     with Updater(
-        places[0], ledger=places[1], options=UpdateOptions(SMALL, deadline_s=HANG_DEADLINE_S if hangs else 30)
+        places[0],
+        ledger=places[1],
+        options=UpdateOptions(SMALL, deadline_s=HANG_DEADLINE_S if hangs else 30, rollback="host"),
     ) as updater:
         arm(updater, case.crash, case.flip, mark)
         try:
