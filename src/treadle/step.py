@@ -352,11 +352,24 @@ def steps_of(targets: Sequence[tuple[str, Target]], costs: Costs, options: Lower
     """Return a step for each (name, target); where there are several, all schedules get one model.
 
     Raises:
-        ValueError: the schedules would get models of different sizes.
+        ValueError: the schedules would get models of different sizes, or the costs a slow stage that is not the same
+            layers in all of them.
 
     """
+    _check_stages(targets, costs)
     held = hold_model(targets, costs, options) if len(targets) > 1 else options
     return [Step(target, costs, held, name=name) for name, target in targets]
+
+
+def _check_stages(targets: Sequence[tuple[str, Target]], costs: Costs) -> None:
+    """Refuse factors of stages for schedules that cut a model into different numbers of stages."""
+    stages = {target.placement.num_stages: name for name, target in targets if isinstance(target, Schedule)}
+    if costs.stage and len(stages) > 1:
+        (num, name), (other_num, other), *_ = stages.items()
+        raise ValueError(
+            f"costs {costs.name!r} have [stage.{min(costs.stage)}], whose layers depend on the cut: {name} has {num} "
+            f"stages, {other} has {other_num}; leave their [stage] sections out, or compare schedules of as many stages"
+        )
 
 
 def hold_model(targets: Sequence[tuple[str, Target]], costs: Costs, options: LoweringOptions) -> LoweringOptions:

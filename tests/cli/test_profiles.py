@@ -41,6 +41,30 @@ def test_a_file_that_was_written_is_reported(command: tuple[str, ...], name: str
     assert (tmp_path / name).is_file()
 
 
+def test_all_doors_fit_the_same_costs_and_say_how_far_they_are_off(tmp_path: Path) -> None:
+    imported = run("import", str(PROFILE), "-o", "run.json.gz", "--fit", "imported.toml", cwd=tmp_path)
+    for name in ("run.json.gz", str(PROFILE)):
+        compared = run("compare", name, "--fit", "compared.toml", cwd=tmp_path)
+        assert (tmp_path / "compared.toml").read_text() == (tmp_path / "imported.toml").read_text()
+        assert "the fitted costs predict" in imported.stderr
+        assert compared.stderr.partition("predict ")[2].startswith(imported.stderr.partition("predict ")[2][:10])
+    costs = ("--costs", "compared.toml")
+    same = run("simulate", "interleaved", "--pp", "4", "--vpp", "2", "-m", "8", *costs, "--json", cwd=tmp_path)
+    again = json.loads(same.stdout)
+    assert f"predict {again['makespan'] / 1e6:.4g} s" in compared.stderr
+    other = run("simulate", "interleaved", "--pp", "4", "--vpp", "4", "-m", "8", *costs, cwd=tmp_path)
+    assert "of a cut into 8 stages, and the schedule has 16" in other.stderr
+
+
+def test_factors_of_stages_are_refused_where_schedules_cut_differently(tmp_path: Path) -> None:
+    (tmp_path / "slow.toml").write_text("[model]\nlayers = 16\nf = 16\nb = 32\n[stage.1]\nfactor = 2\n")
+    size = ("--pp", "4", "-m", "8", "--costs", "slow.toml")
+    differ = run("compare", "1f1b", "interleaved", *size, cwd=tmp_path)
+    assert differ.returncode == 2
+    assert "whose layers depend on the cut: 1f1b has 4 stages, interleaved has 8" in differ.stderr
+    assert run("compare", "1f1b", "gpipe", *size, cwd=tmp_path).returncode == 0
+
+
 def test_a_directory_without_a_profile_is_refused_with_its_files_and_why(tmp_path: Path) -> None:
     (tmp_path / "empty.json").touch()
     (tmp_path / "notes.txt").write_text("no profile\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from treadle.ir.ops import LaneKind
 from treadle.ir.steps import Steps
 from treadle.ir.trace import MICROSECONDS, Trace
 from treadle.lowering import LoweringOptions
+from treadle.simulator.fitted_run import fit_run
 from treadle.simulator.gaps import find_gaps, own_durations
 from treadle.simulator.predict import Durations
 from treadle.simulator.stage_fitting import fit_stages
@@ -65,7 +67,34 @@ def test_stages_of_unknown_blocks_get_factors() -> None:
     costs = Costs("made", MICROSECONDS, cells={"f": 10 * MS, "b": 20 * MS}, stage={2: {"factor": 1.5}})
     found = fit_stages(run("1f1b", costs))
     assert found.cells == costs.cells
-    assert found.stage == costs.stage
+    assert found.stage == {2: {"factor": 1.5, "stages": 4}}
+
+
+@pytest.mark.parametrize("slow", [1, 2])
+def test_a_slow_stage_of_a_model_keeps_a_factor_of_its_cut(slow: int) -> None:
+    costs = replace(MODEL, ends={}, stage={slow: {"factor": 1.5}})
+    found = fit_stages(run("1f1b", costs))
+    assert found.model == costs.model
+    assert found.stage == {slow: {"factor": 1.5, "stages": 4}}
+    assert run("1f1b", found).makespans[0] == run("1f1b", costs).makespans[0]
+    with pytest.raises(ValueError, match=f"stage.{slow}. of a cut into 4 stages, and the schedule has 8"):
+        run("interleaved", found, 2)
+
+
+def test_stages_that_vary_by_chance_bind_a_model_to_no_cut() -> None:
+    costs = replace(MODEL, stage={1: {"factor": 1.03}, 2: {"factor": 0.98}})
+    assert not fit_stages(run("1f1b", costs)).stage
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "dualpipe"])
+def test_unequal_microbatches_are_kept(name: str) -> None:
+    factors = (1.0, 1.0, 2.5, 1.0, 1.0, 0.5, 1.0, 1.0)
+    costs = Costs(
+        "made", MICROSECONDS, cells={"f": 10 * MS, "i": 12 * MS, "w": 8 * MS}, microbatch={"factors": factors}
+    )
+    found = fit_stages(run(name, costs))
+    assert found.microbatch == {"factors": pytest.approx(factors, rel=0.01)}
+    assert run(name, found).makespans[0] == pytest.approx(run(name, costs).makespans[0], rel=0.01)
 
 
 def test_gaps_between_ops_are_found_and_counted_with_the_ops_behind_them() -> None:
@@ -93,3 +122,24 @@ def test_steps_at_the_grain_of_layers_are_refused() -> None:
     program = treadle.lower(schedule, unit, options=LoweringOptions(by_layer=True, moe=False, layers=1))
     with pytest.raises(ValueError, match="'fit' makes costs of them"):
         fit_stages(Steps.of(treadle.simulate(program, unit)))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
+@pytest.mark.parametrize(
+    "more", [{"stage": {1: {"factor": 1.4}}}, {"microbatch": {"factors": (1, 1, 3, 1, 1, 1, 1, 1)}}]
+)
+def test_one_fit_predicts_its_run_again(name: str, more: dict[str, Any]) -> None:
+    cells = {"f": 10 * MS, "i": 12 * MS, "w": 8 * MS}
+    steps = run(name, Costs("made", MICROSECONDS, cells=cells, message={"send": MS}, **more))
+    fitted = fit_run(steps)
+    assert abs(fitted.error) < 0.01
+    assert fitted.predicted == run(name, fitted.costs).makespans[0]
+
+
+def test_a_fit_that_does_not_predict_its_run_says_by_how_much() -> None:
+    steps = run("1f1b")
+    last = np.arange(steps.program.num_ops) == steps.end[0].argmax()
+    fitted = fit_run(replace(steps, end=steps.end + steps.makespans[0] * last))  # one long op of one stage
+    assert fitted.error < -0.05
+    assert f"{-fitted.error:.1%} too short" in fitted.in_words
+    assert fit_run(steps).in_words == ""

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from treadle.api import load_save
-from treadle.cli.terminal import note, working
+from treadle.cli.terminal import note, working, wrote
+from treadle.costs import dump
 from treadle.ir.steps import Steps
 from treadle.planner.plan_directory import is_plan, read_plan
 from treadle.profiles.imported import Imported
 from treadle.profiles.importing import files_of, import_profile
+from treadle.simulator.fitted_run import FittedRun
 
 _SHOWN_REMARKS = 6
 
@@ -70,6 +72,14 @@ def tell(imported: Imported, paths: Sequence[Path]) -> None:
     if len(imported.remarks) > _SHOWN_REMARKS:
         more = len(imported.remarks) - _SHOWN_REMARKS
         note(f"and {more} more remarks; `treadle import {quoted(paths)} --json` has them all")
+
+
+def write_fit(fitted: FittedRun, path: Path) -> None:
+    """Write fitted costs as TOML, and note how far the step that they predict is from the measured one."""
+    path.write_text(dump(fitted.costs), encoding="utf-8")
+    wrote(path)
+    if fitted.in_words:
+        note(fitted.in_words)
 
 
 def choose_steps(steps: Steps, text: str | None) -> Steps:

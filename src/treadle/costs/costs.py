@@ -183,9 +183,16 @@ class Costs:
         """Return `factor` or `saved_factor` of each stage; empty where all are 1.
 
         Raises:
-            ValueError: the costs name a stage that there is not.
+            ValueError: the costs name a stage that does not exist, or one of a cut into another number of stages.
 
         """
+        for stage, entries in sorted(self.stage.items()):
+            if entries.get("stages", num_stages) != num_stages:
+                raise ValueError(
+                    f"costs {self.name!r} have [stage.{stage}] of a cut into {entries['stages']:.0f} stages, and the "
+                    f"schedule has {num_stages}; leave their [stage] sections out, or take a schedule of "
+                    f"{entries['stages']:.0f} stages"
+                )
         if self.stage and max(self.stage) >= num_stages:
             raise ValueError(
                 f"costs {self.name!r} have [stage.{max(self.stage)}], and the schedule has stages 0 to "

@@ -180,6 +180,7 @@ NUMBERED: dict[str, Section] = {
         (
             Key("factor", KeyKind.FACTOR, "multiplies the times of all that the stage computes"),
             Key("saved_factor", KeyKind.FACTOR, "multiplies what the stage saves"),
+            Key("stages", KeyKind.COUNT, "how many stages its cut has; a schedule with more or fewer is refused"),
         ),
     ),
 }

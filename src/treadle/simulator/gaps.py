@@ -21,7 +21,8 @@ from treadle.ir.steps import Steps
 
 ACTIONS = (*(kind.cost_key for kind in ACTION_OPS), "fb")
 """What a stage does with a micro-batch; all but the last are the first kinds of ops."""
-_PAIR = ACTIONS.index("fb")
+PAIR = ACTIONS.index("fb")
+"""The action of an overlapped pair."""
 
 
 class Gaps(NamedTuple):
@@ -39,14 +40,17 @@ class Gaps(NamedTuple):
     message: int | None
 
 
-def find_gaps(steps: Steps) -> Gaps:
-    """Find the gaps before computations, and the time of a message, in measured steps at the grain of cells."""
+def find_gaps(steps: Steps, factors: npt.NDArray[np.float64] | None = None) -> Gaps:
+    """Find the gaps before computations, and the time of a message, in measured steps at the grain of cells.
+
+    `factors[micro-batch]` is how many times as long as the usual one its messages take.
+    """
     program = steps.program
     placement = program.layout.placement
     computes = (program.lane_kind[program.lane_of] == LaneKind.COMPUTE) & np.isin(program.kind, ACTION_OPS)
     op = np.flatnonzero(computes & ~program.joined)
     pairs = np.r_[program.joined, False]
-    action = np.where(pairs[op + 1], _PAIR, program.kind[op]).astype(np.int64)
+    action = np.where(pairs[op + 1], PAIR, program.kind[op]).astype(np.int64)
     pp = program.lane_rank[program.lane_of][op] // program.layout.num_replicas
     stage = np.array(placement.stages, np.int64)[pp, program.chunk[op]]
     free, made = _waited_for(steps, op)
@@ -55,8 +59,16 @@ def find_gaps(steps: Steps) -> Gaps:
     usual = float(np.median(delay[waited])) if waited.any() else 0.0
     alone = (free >= 0) & (free - made > usual)
     gap = _medians(delay, alone, stage, action)
-    message = max(0, round(float(np.median((delay - gap)[waited])))) if waited.any() else None
+    moved = delay - gap if factors is None else (delay - gap) / factors[microbatches(steps, op)]
+    message = max(0, round(float(np.median(moved[waited])))) if waited.any() else None
     return Gaps(op, stage, action, gap, message)
+
+
+def microbatches(steps: Steps, op: Longs) -> Longs:
+    """Return the number of each op's micro-batch in the step, pipe after pipe."""
+    program = steps.program
+    first = np.array(program.layout.placement.pipes, np.int64) * program.layout.num_mb
+    return np.asarray(first[program.chunk[op]] + program.mb[op], np.int64)
 
 
 def own_durations(steps: Steps) -> Longs:

@@ -3,6 +3,9 @@
 What an action of a stage takes is the median of each op over the steps, then the mean over micro-batches, and the gap
 before it. Where the blocks of the stages are known, a layer takes what it takes in the stages of layers alone, and
 embedding and head what their stages take more. Costs are then about the model, and any schedule may cut it.
+
+What neither explains stays: a stage that takes longer than its blocks keeps a factor, which belongs to this cut; a
+micro-batch that takes longer than the others in all stages keeps one, too.
 """
 
 from __future__ import annotations
@@ -18,14 +21,16 @@ from treadle.ir.blocks import LAYERS
 from treadle.ir.program import Bools, Longs
 from treadle.ir.steps import Steps
 from treadle.simulator.fitting import fit
-from treadle.simulator.gaps import ACTIONS, Gaps, find_gaps
+from treadle.simulator.gaps import ACTIONS, PAIR, Gaps, find_gaps, microbatches
 
 _ENDS = {
     "E": {"f": "embed_f", "b": "embed_b", "i": "embed_b"},
     "L": {"f": "head_f", "b": "head_b", "i": "head_b", "w": "head_w"},
 }
 _DIFFERS = 0.005
-"""A stage whose times are this much from the middle gets a factor."""
+"""A stage of unknown blocks whose times are this much from the middle gets a factor."""
+_STANDS_OUT = 0.1
+"""A stage of known blocks, or a micro-batch, gets one from here: noise binds costs to no cut and no step size."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -39,7 +44,8 @@ def fit_stages(steps: Steps, blocks: Sequence[str] | None = None) -> Costs:
 
     Returns:
         With blocks, costs of the whole model ([model] and [ends]), which `lower` cuts for any schedule. Without, costs
-        of a stage as deep as those that ran ([cells]), and a factor for each stage that differs.
+        of a stage as deep as those that ran ([cells]), and a factor for each stage that differs. Stages of known blocks
+        and micro-batches get a factor where they stand out.
 
     Raises:
         ValueError: there are blocks for another number of stages, or the steps are at the grain of layers.
@@ -52,20 +58,54 @@ def fit_stages(steps: Steps, blocks: Sequence[str] | None = None) -> Costs:
     if len(rows) != layout.placement.num_stages:
         raise ValueError(f"blocks are given for each of {layout.placement.num_stages} stages, got {len(rows)}")
     gaps, plain = find_gaps(steps), fit(steps.trace())
-    ticks = _of_cells(steps, gaps)
+    took = np.median(steps.end[:, gaps.op] - steps.start[:, gaps.op], axis=0) + gaps.gap
+    factors = _of_microbatches(steps, gaps, took)
+    ticks = _of_cells(steps, gaps, took / _of_ops(steps, gaps, took, factors))
+    message = gaps.message if (factors == 1).all() else find_gaps(steps, factors).message
     about = f"medians of {len(steps.numbers)} steps by stage, with the gaps between ops"
     costs = replace(
         plain,
-        message={**plain.message, **({"send": gaps.message} if gaps.message is not None else {})},
+        message={**plain.message, **({"send": message} if message is not None else {})},
+        microbatch={"factors": tuple(map(float, factors))} if (factors != 1).any() else {},
         about=about + (f", of: {steps.about}" if steps.about else ""),
     )
     return _of_model(costs, ticks, rows) if all(rows) else _of_stages(costs, ticks)
 
 
-def _of_cells(steps: Steps, gaps: Gaps) -> Floats:
+def _of_microbatches(steps: Steps, gaps: Gaps, took: Floats) -> Floats:
+    """`[micro-batch]`: its times over those of the middle one, over all stages and actions; 1 where none stands out."""
+    layout = steps.program.layout
+    alone, mb = gaps.action != PAIR, microbatches(steps, gaps.op)
+    relative = np.full(len(took), np.nan)
+    cell = gaps.stage * len(ACTIONS) + gaps.action
+    for each in np.unique(cell[alone]):
+        members = cell == each
+        middle = float(np.median(took[members]))
+        relative[members] = took[members] / middle if middle > 0 else np.nan
+    factors = np.ones(layout.num_microbatches)
+    for each in np.unique(mb[np.isfinite(relative)]):
+        factors[each] = round(float(np.nanmedian(relative[mb == each])), 4)
+    stands_out = (np.abs(factors - 1) > _STANDS_OUT).any() and (factors > 0).all()
+    return factors if stands_out else np.ones_like(factors)
+
+
+def _of_ops(steps: Steps, gaps: Gaps, took: Floats, factors: Floats) -> Floats:
+    """`[computation]`: the factor of its micro-batch; of a pair, the mean of both, by what each takes alone."""
+    mb = microbatches(steps, gaps.op)
+    of_op = factors[mb]
+    pair = np.flatnonzero(gaps.action == PAIR)
+    f, b, i, w = (
+        float(np.median(took[gaps.action == at])) if (gaps.action == at).any() else 0.0
+        for at in map(ACTIONS.index, "fbiw")
+    )
+    forward = f / (f + (b or i + w)) if f else 0.5
+    of_op[pair] = forward * of_op[pair] + (1 - forward) * factors[microbatches(steps, gaps.op[pair] + 1)]
+    return np.asarray(of_op)
+
+
+def _of_cells(steps: Steps, gaps: Gaps, took: Floats) -> Floats:
     """`[stage, action]` -> ticks; NaN where a stage has no such action."""
     num_stages = steps.program.layout.placement.num_stages
-    took = np.median(steps.end[:, gaps.op] - steps.start[:, gaps.op], axis=0) + gaps.gap
     cell = gaps.stage * len(ACTIONS) + gaps.action
     count = np.bincount(cell, minlength=num_stages * len(ACTIONS))
     mean = np.bincount(cell, took, minlength=len(count)) / np.where(count, count, np.nan)
@@ -75,10 +115,15 @@ def _of_cells(steps: Steps, gaps: Gaps) -> Floats:
 def _of_stages(costs: Costs, ticks: Floats) -> Costs:
     """[cells]: the middle of all stages; [stage]: the factors of those that differ from it."""
     middle = _middle(ticks)
-    took = np.isfinite(ticks)
-    ratio = np.where(took, ticks, 0).sum(axis=1) / np.where(took, middle, 0).sum(axis=1)
-    factors = {at: {"factor": round(float(r), 4)} for at, r in enumerate(ratio) if abs(r - 1) > _DIFFERS}
-    return replace(costs, cells=_named(middle, 1), stage=factors)
+    return replace(costs, cells=_named(middle, 1), stage=_factors(ticks, np.tile(middle, (len(ticks), 1)), _DIFFERS))
+
+
+def _factors(ticks: Floats, expected: Floats, least: float) -> dict[int, dict[str, float]]:
+    """[stage]: the factor of each stage that takes this much more or less than expected, and the cut it belongs to."""
+    took = np.isfinite(ticks) & np.isfinite(expected)
+    both = np.where(took, ticks, 0).sum(axis=1), np.where(took, expected, 0).sum(axis=1)
+    ratio = [float(one / other) if one > 0 and other > 0 else 1.0 for one, other in zip(*both, strict=True)]
+    return {at: {"factor": round(r, 4), "stages": len(ratio)} for at, r in enumerate(ratio) if abs(r - 1) > least}
 
 
 def _of_model(costs: Costs, ticks: Floats, rows: Sequence[str]) -> Costs:
@@ -88,7 +133,7 @@ def _of_model(costs: Costs, ticks: Floats, rows: Sequence[str]) -> Costs:
     alone = np.array([set(row) <= set(LAYERS) for row in rows])
     mixed = bool(num["t"].any() and num["d"].any())
     usual = num["t"] if mixed else layers
-    of_layer = _of_block(ticks, alone & (usual == layers), usual)
+    of_layer = _of_layer(ticks, alone, usual, layers)
     more = ticks - usual[:, None] * of_layer
     model = {"layers": int(layers.sum()), **_named(of_layer, int(layers.sum()))}
     dense: dict[str, int] = {}
@@ -99,7 +144,21 @@ def _of_model(costs: Costs, ticks: Floats, rows: Sequence[str]) -> Costs:
         model["dense"] = int(num["d"].sum())
     if num["m"].any():
         model["mtp"] = int(num["m"].sum())
-    return replace(costs, cells={}, model=model, dense=dense, ends=_ends(more, rows))
+    ends = _ends(more, rows)
+    left = more - np.array([[_end(row, action, ends) for action in ACTIONS] for row in rows])
+    left[:, PAIR] = np.nan  # of its two stages one is known
+    return replace(
+        costs, cells={}, model=model, dense=dense, ends=ends, stage=_factors(ticks, ticks - left, _STANDS_OUT)
+    )
+
+
+def _of_layer(ticks: Floats, alone: Bools, usual: Longs, layers: Longs) -> Floats:
+    """`[action]`: what a layer takes: by the stages of layers alone, and by others that take less than those."""
+    plain = usual == layers
+    found = _of_block(ticks, alone & plain, usual)
+    least = (1 - _STANDS_OUT) * np.nansum(usual[:, None] * found, axis=1)
+    cheaper = plain & (usual > 0) & (np.nansum(ticks, axis=1) < least)
+    return _of_block(ticks, (alone & plain) | cheaper, usual) if (cheaper & ~alone).any() else found
 
 
 def _ends(more: Floats, rows: Sequence[str]) -> dict[str, int]:
@@ -111,6 +170,12 @@ def _ends(more: Floats, rows: Sequence[str]) -> dict[str, int]:
                 if letter in row and action in names and ticks >= 1:
                     ends[names[action]] = round(ticks)
     return ends
+
+
+def _end(row: str, action: str, ends: dict[str, int]) -> int:
+    """What the embedding and head of a stage add to an action of it."""
+    names = (names[action] for letter, names in _ENDS.items() if letter in row and action in names)
+    return sum(ends.get(name, 0) for name in names)
 
 
 def _of_block(ticks: Floats, chosen: Bools, num: Longs) -> Floats:

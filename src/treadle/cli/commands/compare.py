@@ -10,20 +10,21 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from treadle.api.load_save import load_run
 from treadle.api.verbs import compare_steps
 from treadle.cli.common_options import Json, spread_options
 from treadle.cli.compared import make_steps, sized_targets
+from treadle.cli.measured_steps import write_fit
 from treadle.cli.output import print_json
 from treadle.cli.step_flags import StepFlags, layout_blocks, make_traces
 from treadle.cli.target import Microbatches, Pp, Target, Vpp
-from treadle.cli.terminal import out, suggest, working, wrote
-from treadle.costs import Costs
-from treadle.costs import dump as dump_costs
+from treadle.cli.terminal import out, suggest, working
 from treadle.ir.show import show_held, show_time
 from treadle.ir.steps import Steps
 from treadle.ir.trace import Clock, Trace
-from treadle.simulator import Comparison, Difference, OpGroup, fit
-from treadle.simulator.stage_fitting import fit_stages
+from treadle.schedules import default_schedule
+from treadle.simulator import Comparison, Difference, OpGroup
+from treadle.simulator.fitted_run import fit_run
 from treadle.step import Step
 
 
@@ -60,11 +61,8 @@ def compare(
     steps = make_steps(targets, [(name, target.load()) for name, target in zip(names, targets, strict=True)], flags)
     traces = make_traces(steps)
     if fit_to is not None:
-        fit_to.write_text(dump_costs(_fitted(traces[-1], flags)), encoding="utf-8")
-        wrote(fit_to)
-        layout = traces[-1].program.layout
-        size = f"--pp {layout.placement.pp} -m {layout.num_microbatches}" + (" --layers 1" if layout.by_layer else "")
-        suggest(f"treadle simulate 1f1b {size} --costs {shlex.quote(str(fit_to))}")
+        write_fit(fit_run(_measured(steps[-1], targets[-1], traces[-1]), _blocks(traces[-1], flags)), fit_to)
+        suggest(f"treadle simulate {_like(traces[-1])} --costs {shlex.quote(str(fit_to))}")
     if len(names) < 2:
         return
     with working("comparing"):
@@ -82,11 +80,27 @@ def compare(
         suggest("treadle simulate --help")
 
 
-def _fitted(trace: Trace, flags: StepFlags) -> Costs:
-    """Costs of the ops as they ran; of the model's blocks, where a layout says which ran in each stage."""
-    if flags.layout is None or trace.program.layout.by_layer:
-        return fit(trace)
-    return fit_stages(Steps.of(trace), layout_blocks(flags.layout, flags.dense, flags.costs))
+def _measured(step: Step, target: Target, trace: Trace) -> Steps:
+    """Return all measured steps of the run that a trace is of; a predicted trace is its only step."""
+    if not isinstance(step.target, Trace):
+        return Steps.of(trace)
+    run = load_run([Path(target.name)])
+    return run if isinstance(run, Steps) else run.steps
+
+
+def _blocks(trace: Trace, flags: StepFlags) -> tuple[str, ...] | None:
+    """Return the blocks of the stages where a layout has them, at the grain of cells."""
+    known = flags.layout is not None and not trace.program.layout.by_layer
+    return layout_blocks(flags.layout, flags.dense, flags.costs) if known and flags.layout else None
+
+
+def _like(trace: Trace) -> Target | str:
+    """Return a schedule that has as many stages as a trace, as it is typed."""
+    layout, placement = trace.program.layout, trace.program.layout.placement
+    if layout.by_layer:
+        return f"{Target(default_schedule(), placement.pp, None, layout.num_microbatches)} --layers 1"
+    vpp = placement.num_stages // placement.pp
+    return Target(default_schedule(vpp), placement.pp, vpp if vpp > 1 else None, layout.num_microbatches)
 
 
 def _layer_time(steps: list[Step]) -> str:

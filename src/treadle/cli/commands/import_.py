@@ -12,16 +12,14 @@ from rich.table import Table
 
 from treadle.api import load_save
 from treadle.cli.common_options import Json
-from treadle.cli.measured_steps import import_run, tell
+from treadle.cli.measured_steps import import_run, tell, write_fit
 from treadle.cli.output import print_json
 from treadle.cli.terminal import again, out, suggest, working, wrote
-from treadle.costs import Costs
-from treadle.costs import dump as dump_costs
 from treadle.ir.blocks import parse_layout
 from treadle.ir.show import counted, show_time
 from treadle.profiles.imported import Imported
-from treadle.simulator import Metrics, fit, measure
-from treadle.simulator.stage_fitting import fit_stages
+from treadle.simulator import Metrics, measure
+from treadle.simulator.fitted_run import fit_run
 
 if TYPE_CHECKING:
     from treadle.cli.printed import ImportJson
@@ -62,8 +60,7 @@ def import_(
             load_save.save_steps(imported.steps, output, step)
         wrote(output)
     if fit_to is not None:
-        fit_to.write_text(dump_costs(_fitted(imported, step)), encoding="utf-8")
-        wrote(fit_to)
+        write_fit(fit_run(imported.steps, number=step), fit_to)
     if schedule_to is not None:
         schedule_to.write_text(load_save.dumps(imported.schedule), encoding="utf-8")
         wrote(schedule_to)
@@ -72,12 +69,6 @@ def import_(
         return
     _print(imported, metrics, step, paths)
     suggest(f"treadle why {shlex.quote(str(output))}" if output is not None else again("-o trace.json.gz"))
-
-
-def _fitted(imported: Imported, step: int | None) -> Costs:
-    """Costs by stage; at the grain of layers by part."""
-    by_layer = imported.program.layout.by_layer
-    return fit(imported.steps.trace(step)) if by_layer else fit_stages(imported.steps)
 
 
 def _as_dict(imported: Imported, metrics: Metrics, step: int | None) -> ImportJson:
