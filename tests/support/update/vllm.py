@@ -200,7 +200,7 @@ def update(
     close: Close = "drain",
 ) -> list[int]:
     """Brings these versions, one after the other."""
-    with Updater(places[0], ledger=places[1], options=UpdateOptions(SMALL, close=close)) as updater:
+    with Updater(places[0], ledger=places[1], options=UpdateOptions(SMALL, rollback="host", close=close)) as updater:
         made = []
         for version in versions:
             source = read_checkpoint(checkpoints[seed_of(version)], rank, world)
@@ -212,7 +212,9 @@ def update_targeted(
     rank: int, places: tuple[Path, Path], checkpoints: list[Path], world: int, versions: list[int]
 ) -> list[tuple[int, dict[str, Box]]]:
     """Bring these versions; of each, the bytes moved to all workers, and what this rank's worker wants of the next."""
-    with Updater(places[0], ledger=places[1], options=UpdateOptions(SMALL, transfer="targeted")) as updater:
+    with Updater(
+        places[0], ledger=places[1], options=UpdateOptions(SMALL, rollback="host", transfer="targeted")
+    ) as updater:
         made = []
         for version in versions:
             done = updater.update(read_checkpoint(checkpoints[seed_of(version)], rank, world), version)
@@ -224,7 +226,7 @@ def update_targeted(
 
 def recover(rank: int, places: tuple[Path, Path], checkpoints: list[Path], world: int, version: int) -> int:
     """Brings the committed version to workers that have lost it."""
-    with Updater(places[0], ledger=places[1], options=UpdateOptions(SMALL)) as updater:
+    with Updater(places[0], ledger=places[1], options=UpdateOptions(SMALL, rollback="host")) as updater:
         return updater.recover(read_checkpoint(checkpoints[seed_of(version)], rank, world), version).version
 
 
@@ -234,7 +236,7 @@ def update_from_parts(rank: int, places: tuple[Path, Path], checkpoints: list[Pa
     part = {piece.tensor: weight for piece, weight in whole.held.items() if _is_of_rank(rank, piece.tensor)}
     assert 0 < len(part) < len(whole.held)
     with ExitStack() as stack:
-        worker, options = 0 if rank == 0 else None, UpdateOptions(SMALL)
+        worker, options = 0 if rank == 0 else None, UpdateOptions(SMALL, rollback="host")
         updater = stack.enter_context(
             Updater(places[0], ledger=places[1], worker=worker, options=options, takeover=True)
         )
@@ -251,7 +253,7 @@ def _is_of_rank(rank: int, name: str) -> bool:
 
 def change(rank: int, places: tuple[Path, Path], checkpoints: list[Path], world: int, version: int) -> str:
     """Update with one changed tensor; the notes."""
-    with Updater(places[0], ledger=places[1], options=UpdateOptions(SMALL)) as updater:
+    with Updater(places[0], ledger=places[1], options=UpdateOptions(SMALL, rollback="host")) as updater:
         source = read_checkpoint(checkpoints[seed_of(version)], rank, world)
         changed = ["model.layers.0.self_attn.q_proj.weight"]
         return "\n".join(updater.update(source, version, changed=changed, base=version - 1).notes)
@@ -266,7 +268,7 @@ def attempt(
     with Updater(
         places[0],
         ledger=places[1],
-        options=UpdateOptions(SMALL, deadline_s=HANG_DEADLINE_S if hangs else 30, rollback="host"),
+        options=UpdateOptions(SMALL, rollback="host", deadline_s=HANG_DEADLINE_S if hangs else 30),
     ) as updater:
         arm(updater, case.crash, case.flip, mark)
         try:

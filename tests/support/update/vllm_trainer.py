@@ -83,7 +83,7 @@ def main() -> None:
         num_trainers=world,
         num_workers=task["workers"],
         port=task["port"],
-        options=UpdateOptions(SMALL, deadline_s=120),
+        options=UpdateOptions(SMALL, rollback="host", deadline_s=120),
         rank=rank,
     )
     trainer = WeightTransferTrainerFactory.trainer_init(init, client=Client(), source=ModuleSource(model))
