@@ -119,7 +119,7 @@ COMMANDS = {
         "treadle simulate-update --devices 16 --size 1029GB --bucket 8GiB --broadcast-rate 75GB",
     ),
     "costs": CommandHelp(
-        "Costs files: how long ops take. Check one, show one with what each entry means, print the JSON schema.",
+        "Costs files: how long ops take. Measure a layer, check a file, show one with comments, print the JSON schema.",
         "Example: treadle costs check mine.toml",
     ),
     "explain": CommandHelp(
