@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from treadle.ir.schedule import Schedule
 from treadle.recorder.dump_directory import read_dumps
 from treadle.recorder.dump_file import GroupName, RankDump, RecorderEntry
 from treadle.recorder.hang_cause import HungGroup
-from treadle.recorder.hang_report import HangReport
+from treadle.recorder.hang_report import HangReport, HungPipeline
 from treadle.recorder.placing import MatchedPlan, PlacedRank, place
 from treadle.schedules import SCHEDULES, generate
 from treadle.verifier.communicator_queues import Communicators
@@ -98,19 +99,52 @@ def _sends_in_order(dumps: Mapping[int, RankDump], schedule: Schedule) -> bool:
 
 def _diagnosed(read: Mapping[int, RankDump], schedule: Schedule, communicators: Communicators | None) -> HangReport:
     """Return the cause for each pipeline."""
-    plan = MatchedPlan.of(schedule)
+    plans = _plans(schedule)
     groups, remarks = _groups(read, schedule.pp)
     batched = any(entry.in_batch for dump in read.values() for entry in dump.entries)
     shared: Communicators = communicators or ("group" if batched else "pair")
     pipelines, used = [], set[int]()
     for group in groups:
-        placed, more = _placed(plan, group)
-        remarks += more
-        used |= {group.ranks[rank] for rank in placed}
         name = ": ".join(part for part in group.name if part)
-        pipelines.append(HungGroup(plan, name, group.ranks, placed, shared).diagnosed())
+        found = []
+        for plan in plans:
+            placed, more = _placed(plan, group)
+            found.append(HungGroup(plan, name, group.ranks, placed, shared))
+            remarks += [remark for remark in more if remark not in remarks]
+        used |= {group.ranks[rank] for hung in found for rank in hung.placed}
+        possible = [hung for hung in found if not hung.hung.contradicts()] or found[:1]
+        if possible[0] is not found[0]:
+            remarks.append(_CROSSED)
+        pipelines.append(_either([hung.diagnosed() for hung in possible]))
     pipelines.sort(key=lambda pipeline: (pipeline.cause == "outside", pipeline.cause == "no-dump"))
     return HangReport(schedule.name, shared, tuple(sorted(used)), tuple(pipelines), tuple(remarks))
+
+
+_CROSSED = (
+    "ranks posted receives in the order of use, which is not the order of the sends: messages are crossed, and cells "
+    "compute with other micro-batches' data; 'treadle verify --receives use' lists them"
+)
+
+
+def _plans(schedule: Schedule) -> list[MatchedPlan]:
+    """The step with receives in the order of the senders, and, if that is another, in the order of use."""
+    plan = MatchedPlan.of(schedule)
+    used = MatchedPlan.of(schedule, "use") if not schedule.issue else plan
+    return [plan] if plan.has_labels_of(used) else [plan, used]
+
+
+def _either(found: Sequence[HungPipeline]) -> HungPipeline:
+    """Return the first cause; of several that accuse different ranks, that they are not to be told apart."""
+    first, *others = found
+    if not others or others[0].at_fault == first.at_fault:
+        return first
+    (other,) = others
+    sentence = (
+        f"not to be told apart: {first.sentence}; or, if receives are posted in the order in which they are read, "
+        f"{other.sentence}"
+    )
+    faulty = tuple(sorted({*first.at_fault, *other.at_fault}))
+    return replace(first, sentence=sentence, at_fault=faulty, ops=tuple(dict.fromkeys((*first.ops, *other.ops))))
 
 
 class _Group(NamedTuple):

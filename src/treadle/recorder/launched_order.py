@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -86,6 +86,28 @@ class HungStep:
     def is_open(self) -> bool:
         """True if any rank has launched a message of this step that is not completed, or lacks one of it."""
         return any(len(messages) for messages in self.seen.values()) or bool(self.completed.any())
+
+    def contradicts(self) -> bool:
+        """Say whether a rank launched a send before a receive that the send's cell, or one before it, reads."""
+        return any(self._contradicts(rank, messages) for rank, messages in self.seen.items())
+
+    def _contradicts(self, rank: int, messages: Sequence[PlacedMessage]) -> bool:
+        program, ends = self.plan.program, self.plan.ends
+        shown = {message.op for message in messages}
+        known = {op for op in self.plan.messages(rank) if self.launched[op] and op not in shown}
+        cells = [op for op in self.plan.rows[rank] if op not in ends]
+        place = {op: turn for turn, op in enumerate(cells)}
+        read = 0
+        for message in messages:
+            if not ends[message.op].is_send:
+                known.add(message.op)
+                continue
+            until = place[program.deps(message.op)[0]] + 1
+            needs = {need for op in cells[read:until] for need in program.deps(op) if need in ends}
+            if not needs <= known:
+                return True
+            read = max(read, until)
+        return False
 
     @cached_property
     def order(self) -> IssueOrder:

@@ -13,10 +13,12 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from treadle.ir.ops import LaneKind
 from treadle.ir.program import NEVER, Program
 from treadle.ir.schedule import Schedule
-from treadle.passes.cells import lower_cells
+from treadle.passes.cells import ReceiveOrder, lower_cells
 from treadle.passes.issue_order import IssueOrder, issue_order
 from treadle.recorder.dump_file import ChannelEnd, RecorderEntry, State
 
@@ -30,15 +32,15 @@ class MatchedPlan:
     order: IssueOrder
 
     @classmethod
-    def of(cls, schedule: Schedule) -> MatchedPlan:
+    def of(cls, schedule: Schedule, receives: ReceiveOrder = "sender") -> MatchedPlan:
         """Return the step of a schedule.
 
         Raises:
             ValueError: the schedule does not finish by itself.
 
         """
-        program = lower_cells(schedule)
-        order = issue_order(schedule, program)
+        program = lower_cells(schedule, receives=receives)
+        order = issue_order(schedule, program, receives=receives)
         if order is None:
             raise ValueError(
                 f"schedule {schedule.name!r} does not finish, whatever a run does; 'treadle verify' shows the circle"
@@ -57,6 +59,11 @@ class MatchedPlan:
                 ops = range(int(self.program.lane_ptr[index]), int(self.program.lane_ptr[index + 1]))
                 found[ChannelEnd(is_send, src, dst)] = ops
         return found
+
+    def has_labels_of(self, other: MatchedPlan) -> bool:
+        """Say whether each receive has the label that it has in another plan of this schedule."""
+        one, two = self.program, other.program
+        return all(np.array_equal(a, b) for a, b in ((one.kind, two.kind), (one.mb, two.mb), (one.chunk, two.chunk)))
 
     @cached_property
     def ends(self) -> dict[int, ChannelEnd]:
