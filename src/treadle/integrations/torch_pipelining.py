@@ -16,7 +16,27 @@ from typing import Any
 from treadle.api import load_save, verbs
 from treadle.ir import Schedule
 
-_WITH_MESSAGES = re.compile(r"[0-9](SEND|RECV)_")
+WITH_MESSAGES = re.compile(r"[0-9](SEND|RECV)_")
+"""What a file with messages contains."""
+
+
+def load_clean(path: str | Path) -> Schedule:
+    """Read the schedule of a file.
+
+    Raises:
+        ValueError: the verifier objects to the file, or it holds no schedule.
+
+    """
+    schedule = load_save.load(path)
+    if not isinstance(schedule, Schedule):
+        raise ValueError(
+            f"{path} holds no schedule; torch's runtime loads what 'treadle show 1f1b --pp 4 -m 8 --format torch-csv' "
+            "writes"
+        )
+    report = verbs.verify(schedule)
+    if not report.clean:
+        raise ValueError(f"{path} is not clean, so it is not run:\n{report}")
+    return schedule
 
 
 def load_schedule(runtime: Any, path: str | Path) -> Schedule:
@@ -35,22 +55,14 @@ def load_schedule(runtime: Any, path: str | Path) -> Schedule:
     """
     from torch.distributed.pipelining.schedules import OVERLAP_F_B
 
-    schedule = load_save.load(path)
-    if not isinstance(schedule, Schedule):
-        raise ValueError(
-            f"{path} holds no schedule; torch's runtime loads what 'treadle show 1f1b --pp 4 -m 8 --format torch-csv' "
-            "writes"
-        )
-    report = verbs.verify(schedule)
-    if not report.clean:
-        raise ValueError(f"{path} is not clean, so it is not run:\n{report}")
+    schedule = load_clean(path)
     wanted = runtime._n_microbatches
     if schedule.num_microbatches != wanted:
         raise ValueError(
             f"{path} has {schedule.num_microbatches} micro-batches and the runtime {wanted}; "
             f"write the file with -m {wanted}, or make the runtime with n_microbatches={schedule.num_microbatches}"
         )
-    with_messages = _WITH_MESSAGES.search(Path(path).read_text("utf-8"))
+    with_messages = WITH_MESSAGES.search(Path(path).read_text("utf-8"))
     runtime._load_csv(str(path), format="compute_comms" if with_messages else "compute_only")
     runtime.register_custom_function(OVERLAP_F_B, run_overlapped)
     return schedule
@@ -62,7 +74,7 @@ def run_overlapped(action: Any, ctx: Any) -> None:
     For `runtime.register_custom_function(OVERLAP_F_B, run_overlapped)`. The halves begin when both have what they read,
     as a schedule means it; without a function torch waits for the backward's message after the forward. They run one
     after the other, on the calling thread and the current stream: messages overlap with them, they not with each other.
-    `loss_kwargs` of a step do not reach a function like this.
+    torch hands a step's `loss_kwargs` to no custom function: they are read from the runtime's attribute of that name.
     """
     forward, backward = action.sub_actions
     runtime = ctx.schedule_ref
@@ -89,7 +101,7 @@ def _wait(action: Any, half: Any, posted: dict[tuple[int, int], Any]) -> None:
 def _run_forward(runtime: Any, stages: dict[int, Any], action: Any, ctx: Any) -> None:
     stage, mb = stages[action.stage_index], action.microbatch_index
     output = stage.forward_one_chunk(mb, ctx.arg_mbs[mb], ctx.kwarg_mbs[mb], save_forward_output=True)
-    runtime._maybe_compute_loss(stage, output, ctx.target_mbs, mb)
+    runtime._maybe_compute_loss(stage, output, ctx.target_mbs, mb, getattr(runtime, "loss_kwargs", None))
     reader = stages.get(action.stage_index + 1)
     if reader is not None:  # at the turn of a V
         reader.set_local_fwd_input(output, mb)
