@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 import treadle
@@ -77,9 +78,11 @@ def _wait_us() -> float:
 def run_rank(directory: Path, rank: int) -> None:
     """Train two steps, and write what the counted rank saw."""
     _join(directory, rank)
-    trainer = Trainer(_config(directory))
+    trainer, sizes = _made(_config(directory))
     trainer.train_step()
     told = {
+        "trainer's start, PP2 x DP2: process groups made": len(sizes),
+        "trainer's start, PP2 x DP2: their ranks, added up": sum(sizes),
         "trainer's step, PP2 x DP2: collectives of control": _count_control(trainer),
         "trace of a step on a rank that is not the first: peak KB": _peak_of_trace(trainer) / 1e3,
         "save of a rank of PP2 x DP2: KB copied to the host": _staged_bytes(trainer) / 1e3,
@@ -123,6 +126,23 @@ def _config(directory: Path) -> Any:
         logging=config.LoggingConfig(tensorboard=False, measure_every=0),
         output=str(directory / "run"),
     )
+
+
+def _made(settings: Any) -> tuple[Any, list[int]]:
+    """Return a trainer, and the sizes of the process groups of gloo that were made with it."""
+    sizes: list[int] = []
+
+    class Counted(dist.ProcessGroupGloo):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            sizes.append(self.size())
+
+    whole = dist.ProcessGroupGloo
+    dist.ProcessGroupGloo = distributed_c10d.ProcessGroupGloo = Counted
+    try:
+        return Trainer(settings), sizes
+    finally:
+        dist.ProcessGroupGloo = distributed_c10d.ProcessGroupGloo = whole
 
 
 def _count_control(trainer: Any) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from tests.support import deepep_contract
 from tests.support.ranks import check, run_ranks
@@ -101,6 +102,28 @@ def test_models_and_optimizers_train_alike_on_two_layouts(tmp_path: Path) -> Non
         assert [one[0], one[2]] == pytest.approx([other[0], other[2]], rel=1e-5 if name != "bfloat16" else within), name
         assert one == pytest.approx(other, rel=within), name
         assert one[1] < one[0] - 0.05, name
+
+
+def _groups_made(rank: int, directory: Path) -> list[int]:
+    """The sizes of gloo's process groups that a trainer makes."""
+    sizes: list[int] = []
+
+    class Counted(dist.ProcessGroupGloo):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            sizes.append(self.size())
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (dist, distributed_c10d):
+            patch.setattr(module, "ProcessGroupGloo", Counted)
+        trainer = Trainer(tiny(directory / "run", parallel={"pp": 2}))
+    trainer.close()
+    return sizes
+
+
+def test_a_trainer_makes_no_process_group_that_it_does_not_use(tmp_path: Path) -> None:
+    channels, control, replicas, checkpoints = 2, 1, 1, [4]
+    assert check(run_ranks(4, _groups_made, tmp_path)) == [[2] * (channels + control + replicas) + checkpoints] * 4
 
 
 def _exchanges(rank: int, directory: Path) -> dict[str, list[float]]:

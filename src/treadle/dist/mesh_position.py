@@ -20,6 +20,24 @@ class MeshPosition:
     ranks: tuple[tuple[int, ...], ...]
     ep: int = 1
 
+    @classmethod
+    def of(cls, rank: int, pp: int, dp: int, ep: int) -> MeshPosition:
+        """Return a rank's position in a mesh of these sizes: what `init_device_mesh` has, without its process groups.
+
+        Example:
+            >>> MeshPosition.of(6, pp=2, dp=2, ep=2)
+            MeshPosition(pp_rank=1, dp_rank=2, ranks=((0, 1, 2, 3), (4, 5, 6, 7)), ep=2)
+
+        """
+        replicas = dp * ep
+        ranks = tuple(tuple(range(first, first + replicas)) for first in range(0, pp * replicas, replicas))
+        return cls(*divmod(rank, replicas), ranks, ep)
+
+    @property
+    def ep_rank(self) -> int:
+        """The number of this rank in its expert group."""
+        return self.dp_rank % self.ep
+
     @property
     def rank(self) -> int:
         """The number of this rank in the world."""
@@ -69,8 +87,10 @@ class MeshPosition:
         return self.ranks[pp_rank][self.dp_rank]
 
 
-def mesh_position(mesh: DeviceMesh) -> MeshPosition:
+def mesh_position(mesh: DeviceMesh | MeshPosition) -> MeshPosition:
     """Return this rank's position in a mesh with the dimension `pp`, and perhaps `dp` and `ep`."""
+    if isinstance(mesh, MeshPosition):
+        return mesh
     if not isinstance(mesh, DeviceMesh):
         got = f"{type(mesh).__name__} {mesh!r}"
         raise TypeError(f"the mesh is a DeviceMesh with the dimensions pp, and perhaps dp and ep, got {got}; {WAY}")

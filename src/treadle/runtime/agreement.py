@@ -12,23 +12,17 @@ import hashlib
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from treadle.dist.gathering import gather_json
-from treadle.dist.groups import next_name
-from treadle.dist.mesh_position import MeshPosition
 from treadle.dist.rank_groups import Groups
-from treadle.runtime.faults.arrivals import Arrivals
-from treadle.runtime.faults.guard import Guard
 
 Facts: TypeAlias = Mapping[str, str]
 """Each fact by its name, as a text."""
 
 _Holders: TypeAlias = dict[str, dict[str, list[int]]]  # for each thing, by digest of its facts: first rank, how many
 
-_MOST_TEXT = 600
+MOST_TEXT = 600
 _MOST_FACTS = 6
 _MOST_VALUE = 100
 
@@ -79,7 +73,7 @@ def exchange(
     `problem` is why this rank cannot take part in `doing`. The refusal is the problem on its own rank; the others quote
     the first one.
     """
-    rank, cut = groups.position.rank, problem[:_MOST_TEXT] if problem is not None else None
+    rank, cut = groups.position.rank, problem[:MOST_TEXT] if problem is not None else None
     holders: _Holders = {}
     for claim in claims:
         holders.setdefault(claim.about, {})[claim.digest] = [rank, 1]
@@ -110,25 +104,6 @@ def agree(
     if agreed.refusal is not None:
         raise problem if problem is not None else ValueError(agreed.refusal)
     return agreed.told
-
-
-def agree_over_world(
-    rank: int, num_ranks: int, deadline_s: float, facts: Facts, problem: ValueError | None = None
-) -> None:
-    """Compares facts over all ranks of the world, before there is a mesh of them."""
-    position = MeshPosition(0, rank, (tuple(range(num_ranks)),))
-    name, guard = next_name(position), Guard()
-    arrivals = Arrivals(name, position)
-    with arrivals.making():
-        guard.join(arrivals, position, deadline_s, None)
-    with guard.making(all_refuse=True):
-        groups = guard.unless_lost(partial(Groups.make, name, position, timedelta(seconds=deadline_s)))
-        guard.break_off_on_alarm(groups)
-        try:
-            agree(groups, [Claim("the run", facts)], problem, doing="start")
-        finally:
-            groups.close()
-    guard.close()
 
 
 # -- gathering over replicas first, then along pp --------------------------------------------------------------------
@@ -171,14 +146,30 @@ def _compared(groups: Groups, claims: Sequence[Claim], about: str, versions: dic
     for problems_holders_told in _gather(groups, [[], {}, mine]):
         for value in problems_holders_told[2]:
             found |= value
-    wheres, facts, refusals = [], [], []
-    for digest in pair:
-        (rank, num), (host, place, its_facts, refusal) = versions[digest], found[digest]
-        alike = f", {num} ranks alike" if num > 1 else ""
-        wheres.append(f"{f'{place} on ' if place else ''}rank {rank} ({host}{alike})")
-        facts.append(its_facts)
-        refusals.append(refusal)
-    return str(refusals[0]).replace("{}", f"{' and '.join(wheres)} differ in {_differing(*facts)}", 1)
+    return contrast([Version(versions[digest][0], versions[digest][1], *found[digest]) for digest in pair])
+
+
+class Version(NamedTuple):
+    """Facts of a thing: the first rank that has them, how many do, its host, its place of the thing, its refusal."""
+
+    rank: int
+    num: int
+    host: str
+    place: str
+    facts: Facts
+    refusal: str
+
+
+def contrast(pair: Sequence[Version]) -> str:
+    """Return how two versions of a thing's facts differ, in the first one's refusal."""
+    wheres = []
+    for version in pair:
+        alike = f", {version.num} ranks alike" if version.num > 1 else ""
+        place = f"{version.place} on " if version.place else ""
+        wheres.append(f"{place}rank {version.rank} ({version.host}{alike})")
+    one, other = pair
+    differing = _differing(one.facts, other.facts)
+    return one.refusal.replace("{}", f"{' and '.join(wheres)} differ in {differing}", 1)
 
 
 def _differing(one: Facts, other: Facts) -> str:

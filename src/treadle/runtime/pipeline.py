@@ -19,6 +19,7 @@ from treadle.dist.calls import number_of
 from treadle.dist.clock import clock_offset
 from treadle.dist.gathering import gather_json
 from treadle.dist.groups import Group
+from treadle.dist.mesh_position import MeshPosition
 from treadle.dist.streams import HOST_MEMORY, Download, upload
 from treadle.ir import Schedule
 from treadle.ir.trace import Trace
@@ -58,7 +59,8 @@ class Pipeline:
     Args:
         stages: For each of this rank's chunks its module.
         schedule: The same on all ranks.
-        mesh: A DeviceMesh with the dimension pp, and perhaps dp and ep.
+        mesh: A DeviceMesh with the dimension pp, and perhaps dp and ep; or a `MeshPosition.of(rank, pp, dp, ep)`, which
+            makes no process groups: `init_device_mesh` makes one for every row of every dimension.
         loss_fn: `loss_fn(output, target)` returns one number for a micro-batch, on ranks that hold the last stage.
         tied: Parameters that stages share: `{"embedding": {0: "table.weight", -1: "linear.weight"}}` names one by its
             name in the module of each stage that has it; -1 is the last stage. They start from the same values, and
@@ -92,7 +94,7 @@ class Pipeline:
         stages: Mapping[int, nn.Module],
         schedule: Schedule,
         *,
-        mesh: DeviceMesh,
+        mesh: DeviceMesh | MeshPosition,
         loss_fn: LossFn,
         tied: Tied | None = None,
         options: RunOptions = DEFAULTS,

@@ -101,7 +101,7 @@ class RankPart:
 def make_rank_part(
     stages: Mapping[int, nn.Module],
     schedule: Schedule,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | MeshPosition,
     loss_fn: LossFn,
     tied: Tied | None,
     options: RunOptions,
@@ -143,17 +143,21 @@ def _join(
     guard: Guard,
     arrivals: Arrivals,
     modules: dict[int, nn.Module],
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | MeshPosition,
     options: RunOptions,
 ) -> JoinedRank:
     """Join the watch over all ranks."""
     params = [p for module in modules.values() for p in module.parameters()]
-    device = params[0].device if params else torch.device(mesh.device_type)
+    device = params[0].device if params else _device_without_parameters(mesh)
     waits = device_of(device, timedelta(seconds=options.deadline_s))
     if not is_dry():
         guard.join(arrivals, position, options.deadline_s, options.address)
         waits.observe(guard)
     return JoinedRank(position, options, modules, device, waits, guard)
+
+
+def _device_without_parameters(mesh: DeviceMesh | MeshPosition) -> torch.device:
+    return torch.device(mesh.device_type) if isinstance(mesh, DeviceMesh) else torch.get_default_device()
 
 
 def _agree(joined: JoinedRank, name: str, schedule: Schedule, tied: Tied | None) -> AgreedPart:

@@ -11,9 +11,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from treadle.api.load_save import save_trace
+from treadle.dist.mesh_position import MeshPosition
 from treadle.models.balancing import update_bias
 from treadle.models.build_stages import build_stages
 from treadle.models.ends import loss_fn
@@ -22,9 +22,9 @@ from treadle.models.saving import save_pretrained
 from treadle.models.tensor_names import tied_parameters, views_of_stages
 from treadle.moe.exchanges import make_exchange
 from treadle.runtime import Pipeline
-from treadle.runtime.agreement import agree_over_world
 from treadle.runtime.model.losses import AUX_LOSS, MAIN
 from treadle.runtime.model.seeding import step_seed
+from treadle.runtime.world_agreement import agree_over_world
 from treadle.train.checking import check_config, learning_rate, note_on_decay
 from treadle.train.checkpoint import Checkpointer
 from treadle.train.data import Batch, evaluation_batches, open_tokens, training_loader
@@ -150,14 +150,14 @@ class Trainer:
 
     def _make_pipeline(self) -> None:
         config, plan, device = self.config, self.plan, self.world.device
-        mesh = init_device_mesh(device.type, (plan.pp, plan.dp, plan.ep), mesh_dim_names=("pp", "dp", "ep"))
-        numbers = plan.stages_of(mesh.get_local_rank("pp"))
+        place = MeshPosition.of(self.world.rank, plan.pp, plan.dp, plan.ep)
+        numbers = plan.stages_of(place.pp_rank)
         self.stages = build_stages(
             config.model,
             plan.rows,
             numbers,
             ep=plan.ep,
-            ep_rank=mesh.get_local_rank("ep"),
+            ep_rank=place.ep_rank,
             exchange=config.parallel.exchange,
             device=device,
             dtype=getattr(torch, config.training.dtype),
@@ -170,7 +170,7 @@ class Trainer:
         self.pipe = Pipeline(
             self.stages,
             plan.schedule,
-            mesh=mesh,
+            mesh=place,
             loss_fn=loss_fn,
             tied=tied_parameters(config.model, plan.rows),
             seed=config.training.seed,

@@ -62,7 +62,7 @@ class Arrivals:
             missing = sorted({rank for row in self._position.ranks for rank in row}.difference(self._arrived()))
             if not missing:
                 raise
-            raise self._absent(missing) from error
+            raise absent(missing, self._position.rank, self.deadline_s) from error
         said = self._refuse_given_up(ranks)
         return [said[rank].removeprefix(_HERE) for rank in ranks]
 
@@ -87,18 +87,6 @@ class Arrivals:
         text: str = self._store.get(str(rank)).decode(errors="replace")
         return text
 
-    def _absent(self, missing: Sequence[int]) -> RankLostError:
-        many = len(missing) > 1
-        return RankLostError(
-            f"rank{'s' if many else ''} {', '.join(map(str, missing))} did not come to make the pipeline within "
-            f"{self.deadline_s:g} s of rank {self._position.rank}: late, ended, or raised before "
-            "Pipeline(...); see what they wrote last, or give a longer deadline_s",
-            rank=missing[0],
-            kind="absent",
-            op=None,
-            waiting_for="making the pipeline",
-        )
-
     def _given_up(self, said: Mapping[int, str]) -> RankLostError | None:
         """Returns the loss of a rank that has raised an error of its own, or else the loss that one has raised."""
         errors = {rank: text for rank, text in said.items() if not text.startswith(_HERE)}
@@ -110,3 +98,17 @@ class Arrivals:
             _, number, kind, message = text.split(" ", 3)
             rank = int(number)
         return RankLostError(message, rank=rank, kind=kind, op=None, waiting_for="making the pipeline")
+
+
+def absent(missing: Sequence[int], rank: int, deadline_s: float) -> RankLostError:
+    """Return the loss of ranks that did not come within this rank's deadline."""
+    many = len(missing) > 1
+    return RankLostError(
+        f"rank{'s' if many else ''} {', '.join(map(str, missing))} did not come to make the pipeline within "
+        f"{deadline_s:g} s of rank {rank}: late, ended, or raised before "
+        "Pipeline(...); see what they wrote last, or give a longer deadline_s",
+        rank=missing[0],
+        kind="absent",
+        op=None,
+        waiting_for="making the pipeline",
+    )
