@@ -56,6 +56,22 @@ def test_all_doors_fit_the_same_costs_and_say_how_far_they_are_off(tmp_path: Pat
     assert "of a cut into 8 stages, and the schedule has 16" in other.stderr
 
 
+def test_a_cut_that_gives_nothing_is_not_proposed(tmp_path: Path) -> None:
+    """With a layer for each stage no cut shortens a long head's stage."""
+    size = ("interleaved", "--pp", "4", "--vpp", "2", "-m", "8", "--costs", "job.toml")
+    for layers, is_proposed in ((8, False), (32, True)):
+        model = f"[model]\nlayers = {layers}\nf = {layers}000\nb = {layers}000\n"
+        (tmp_path / "job.toml").write_text(model + "[ends]\nhead_f = 2500\nhead_b = 2500\n")
+        assert run("simulate", *size, "-o", "run.npz", cwd=tmp_path).returncode == 0
+        done = run("why", "run.npz", cwd=tmp_path)
+        assert done.stdout.startswith("Stage 7, the last, takes "), done.stdout + done.stderr
+        assert ("treadle balance" in done.stdout) == is_proposed
+        assert ("no cut of (t|)*7tL into whole layers" in done.stderr) == (not is_proposed)
+    layout, _, told = done.stdout.splitlines()[3].strip().removeprefix("finds ").partition(": ")
+    again = run("simulate", *size, "--layout", layout, "--json", cwd=tmp_path)
+    assert told.startswith(f"{json.loads(again.stdout)['makespan'] / 1000:.4g} ms from begin to end"), told
+
+
 def test_factors_of_stages_are_refused_where_schedules_cut_differently(tmp_path: Path) -> None:
     (tmp_path / "slow.toml").write_text("[model]\nlayers = 16\nf = 16\nb = 32\n[stage.1]\nfactor = 2\n")
     size = ("--pp", "4", "-m", "8", "--costs", "slow.toml")

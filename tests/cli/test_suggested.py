@@ -213,14 +213,15 @@ def test_advice_on_a_cut_is_two_commands_that_run_one_after_the_other(suggested:
         "'my v.json'": "--pp 4 --vpp 2 --placement v",
     }.items():
         told = run("why", *shlex.split(measured), cwd=directory).stdout
-        fit, balance = (line.strip() for line in told.splitlines()[1:3])
+        fit, balance, found = (line.strip() for line in told.splitlines()[1:4])
         assert fit.startswith(("treadle import ", "treadle compare ")), told
         assert balance == f"treadle balance {sizes} --costs job.toml"
         (directory / "job.toml").unlink(missing_ok=True)
         for line in (fit, balance):
             done = run(*shlex.split(line)[1:], cwd=directory)
             assert done.returncode == 0, f"$ {line}\n{done.stderr}"
-        assert "balanced, as Megatron reads it" in done.stdout
+        layout = found.removeprefix("finds ").partition(": ")[0]
+        assert done.stdout.splitlines()[-1] == f"balanced, as Megatron reads it: {layout}"
 
 
 @pytest.mark.slow

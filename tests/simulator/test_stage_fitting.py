@@ -81,6 +81,23 @@ def test_a_slow_stage_of_a_model_keeps_a_factor_of_its_cut(slow: int) -> None:
         run("interleaved", found, 2)
 
 
+def test_a_slow_first_stage_is_no_embedding() -> None:
+    blocks = ("Etttt", "tttt", "tttt", "ttttL")
+    found = fit_run(run("1f1b", replace(MODEL, ends={}, stage={0: {"factor": 1.5}})), blocks)
+    assert (found.costs.ends, found.predicted) == ({}, found.measured)
+    assert found.costs.stage == {0: {"factor": 1.5, "stages": 4}}
+    real = fit_run(run("1f1b", replace(MODEL, ends={"embed_f": 4 * MS, "embed_b": 2 * MS})), blocks)
+    assert (real.costs.ends, real.costs.stage) == ({"embed_f": 4 * MS, "embed_b": 2 * MS}, {})
+
+
+def test_a_slow_last_stage_is_a_head_that_a_note_is_about() -> None:
+    blocks = ("Etttt", "tttt", "tttt", "ttttL")
+    slow = fit_run(run("1f1b", replace(MODEL, ends={}, stage={3: {"factor": 1.5}})), blocks)
+    assert slow.costs.ends == {"head_f": 20 * MS, "head_b": 40 * MS}
+    assert slow.of_head.startswith("what the last stage takes longer counts as its head, 2.0 layers' time; to tell")
+    assert not fit_run(run("1f1b", replace(MODEL, ends={"head_f": 2 * MS, "head_b": 4 * MS})), blocks).of_head
+
+
 def test_stages_that_vary_by_chance_bind_a_model_to_no_cut() -> None:
     costs = replace(MODEL, stage={1: {"factor": 1.03}, 2: {"factor": 0.98}})
     assert not fit_stages(run("1f1b", costs)).stage

@@ -78,8 +78,8 @@ def write_fit(fitted: FittedRun, path: Path) -> None:
     """Write fitted costs as TOML, and note how far the step that they predict is from the measured one."""
     path.write_text(dump(fitted.costs), encoding="utf-8")
     wrote(path)
-    if fitted.in_words:
-        note(fitted.in_words)
+    for words in filter(None, (fitted.in_words, fitted.of_head)):
+        note(words)
 
 
 def choose_steps(steps: Steps, text: str | None) -> Steps:

@@ -129,7 +129,6 @@ def _stage(suspects: Suspects, suspect: Suspect) -> str:
     num_stages, stage = layout.placement.num_stages, suspect.stages[0]
     moved = (suspect.ratio - 1) * (num_stages - 1) / num_stages  # of the layers of another stage: then all take as long
     gain = percent(suspect.share * suspects.period / float(suspects.whatif.no_gaps.mean()))
-    finds = "" if layout.by_layer else "; 'treadle balance' finds the cut"
     if all(layout.layers):
         num = moved * float(np.mean(np.delete(layout.layers, stage)))
         what = f"moving {num:.1f} layers' worth of work" if num >= 0.05 else "moving a part of a layer"
@@ -137,7 +136,16 @@ def _stage(suspects: Suspects, suspect: Suspect) -> str:
         what = f"moving {percent(moved)} of a stage's layers"
     else:
         what = "moving that work"
-    return f"{_longer(suspects, suspect)}: {what} elsewhere would cut the step time by {gain}{finds}"
+    return f"{_longer(suspects, suspect)}: {what} elsewhere would cut the step time by {gain}"
+
+
+def _work(suspects: Suspects, stage: int) -> str:
+    """What the first and the last stage compute besides layers, as far as their blocks do not say otherwise."""
+    layout = suspects.whatif.program.layout
+    blocks = layout.blocks[stage] if layout.blocks else ""
+    first = stage == 0 and (not blocks or "E" in blocks)
+    last = stage == layout.placement.num_stages - 1 and (not blocks or "L" in blocks)
+    return "layers or embedding" if first else "layers or head" if last else "layers"
 
 
 def _either(suspects: Suspects, suspect: Suspect) -> str:
@@ -147,7 +155,7 @@ def _either(suspects: Suspects, suspect: Suspect) -> str:
         longer = f"rank {rank} computes {suspect.ratio:.2f} times as long as the others, in all its stages and replicas"
         layers = f"the layers of stages {stages}"
     else:
-        longer, layers = _longer(suspects, suspect), f"stage {suspect.stages[0]}'s layers"
+        longer, layers = _longer(suspects, suspect), f"stage {suspect.stages[0]}'s {_work(suspects, suspect.stages[0])}"
     machine = f"the machine{'s' if suspect.what == 'rank' else ''} of rank {rank}"
     return (
         f"{longer}; not to be told apart: {layers}, or {machine}: put another machine in its place, or time one GEMM "

@@ -42,6 +42,19 @@ class FittedRun:
             f"{show_time(clock, self.predicted)}, {abs(self.error):.1%} too {way}: medians leave out what varies"
         )
 
+    @property
+    def of_head(self) -> str:
+        """What the last stage takes longer, and counts as the head, in words; empty where that is less than a layer."""
+        costs = self.costs
+        layer = sum(costs.model.get(name, 0) for name in "fb") / max(costs.model.get("layers", 0), 1)
+        head = costs.ends.get("head_f", 0) + costs.ends.get("head_b", 0)
+        if not layer or head < layer:
+            return ""
+        return (
+            f"what the last stage takes longer counts as its head, {head / layer:.1f} layers' time; to tell the head "
+            "from slow layers or a slow machine, time it alone, or put another machine in its place"
+        )
+
 
 def fit_run(steps: Steps, blocks: Sequence[str] | None = None, *, number: int | None = None) -> FittedRun:
     """Fit costs to a run, and predict its step again with them.

@@ -2,7 +2,8 @@
 
 What an action of a stage takes is the median of each op over the steps, then the mean over micro-batches, and the gap
 before it. Where the blocks of the stages are known, a layer takes what it takes in the stages of layers alone, and
-embedding and head what their stages take more. Costs are then about the model, and any schedule may cut it.
+embedding and head what their stages take more, the embedding at most a layer's time. Costs are then about the model,
+and any schedule may cut it.
 
 What neither explains stays: a stage that takes longer than its blocks keeps a factor, which belongs to this cut; a
 micro-batch that takes longer than the others in all stages keeps one, too.
@@ -27,6 +28,8 @@ _ENDS = {
     "E": {"f": "embed_f", "b": "embed_b", "i": "embed_b"},
     "L": {"f": "head_f", "b": "head_b", "i": "head_b", "w": "head_w"},
 }
+_LOOKUP = ("embed_f", "embed_b")
+"""Entries of an embedding, which takes less than a layer: a first stage that takes more is slow."""
 _DIFFERS = 0.005
 """A stage of unknown blocks whose times are this much from the middle gets a factor."""
 _STANDS_OUT = 0.1
@@ -145,6 +148,8 @@ def _of_model(costs: Costs, ticks: Floats, rows: Sequence[str]) -> Costs:
     if num["m"].any():
         model["mtp"] = int(num["m"].sum())
     ends = _ends(more, rows)
+    if sum(ends.get(name, 0) for name in _LOOKUP) > np.nansum(of_layer[[ACTIONS.index(action) for action in "fbi"]]):
+        ends = {name: took for name, took in ends.items() if name not in _LOOKUP}
     left = more - np.array([[_end(row, action, ends) for action in ACTIONS] for row in rows])
     left[:, PAIR] = np.nan  # of its two stages one is known
     return replace(

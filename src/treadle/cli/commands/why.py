@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from treadle.api.load_save import holds_traces
+from treadle.api.tried_cut import ASSUMED_LAYERS, TriedCut, try_cut
 from treadle.cli.common_options import Json
 from treadle.cli.measured_steps import choose_steps, load_steps, quoted
 from treadle.cli.output import print_json
@@ -22,10 +23,10 @@ from treadle.diagnosis.heat import Heat
 from treadle.diagnosis.why_page import page
 from treadle.ir.blocks import write_layout
 from treadle.ir.program import Layout
+from treadle.ir.show import show_time
+from treadle.ir.steps import Steps
 
 SHOWN_REPLICAS = 16
-ASSUMED_LAYERS = 4
-"""Layers of a stage in a layout that is printed for the reader to change."""
 
 
 def why(
@@ -49,7 +50,7 @@ def why(
     if as_json:
         print_json("why", report.as_dict())
     else:
-        _print_all(report, measured.program.layout, paths)
+        _print_all(report, measured, paths)
     if output is not None:
         output.write_text(page(report, paths[0].name), encoding="utf-8")
         wrote(output)
@@ -63,29 +64,37 @@ def why(
         suggest(f"treadle import {quoted(paths)} -o trace.json.gz")
 
 
-def _print_all(report: WhyReport, layout: Layout, paths: list[Path]) -> None:
-    """Print the report and, where the cut is the cause, the commands that find a better one."""
+def _print_all(report: WhyReport, measured: Steps, paths: list[Path]) -> None:
+    """Print the report and, where a cut of the model mends the cause, the commands that find it."""
+    layout = measured.program.layout
     cut = report.cause.what == "stage" and not layout.by_layer  # layers that are alike cannot be cut better
-    _print(report, _cut_commands(layout, paths) if cut else ())
-    if cut and not any(layout.blocks):
+    with working("simulating"):
+        tried = try_cut(measured) if cut else None
+    _print(report, _cut_lines(tried, layout, paths) if tried is not None else ())
+    if tried is None:
+        return
+    if not tried.pays:
+        note(f"no cut of {write_layout(tried.blocks, dense=True)} into whole layers makes the step 1% shorter")
+    if not any(layout.blocks):
         note(f"--layout is your job's: no profile names layers, and {ASSUMED_LAYERS} a stage are assumed")
 
 
-def _cut_commands(layout: Layout, paths: list[Path]) -> tuple[str, str]:
-    """Return the commands that find the cut: the first fits costs to the run, the second cuts the model by them."""
+def _cut_lines(tried: TriedCut, layout: Layout, paths: list[Path]) -> tuple[str, ...]:
+    """Return the commands that find the cut, and what it gives: nothing where it gives nothing."""
+    if not tried.pays:
+        return ()
     placement = layout.placement
     fit = f"treadle compare {quoted(paths)}" if holds_traces(paths) else f"treadle import {quoted(paths)}"
     sizes = f"--pp {placement.pp}" + (f" --vpp {placement.vpp}" if placement.num_stages > placement.pp else "")
     sizes += " --placement v" if placement.name == "v" else ""
-    cut = shlex.quote(write_layout(layout.blocks if all(layout.blocks) else _assumed(layout), dense=True))
-    return f"{fit} --layout {cut} --fit job.toml", f"treadle balance {sizes} --costs job.toml"
-
-
-def _assumed(layout: Layout) -> tuple[str, ...]:
-    """Return the blocks of stages whose layers nobody has said."""
-    first, *others = ["t" * ASSUMED_LAYERS] * layout.placement.num_stages
-    *others, last = [f"E{first}", *others]
-    return *others, f"{last}L"
+    cut, clock = shlex.quote(write_layout(tried.blocks, dense=True)), tried.fitted.costs.clock
+    took, shorter = (show_time(clock, float(each)) for each in (tried.fitted.predicted, tried.makespan))
+    return (
+        f"{fit} --layout {cut} --fit job.toml",
+        f"treadle balance {sizes} --costs job.toml",
+        f"finds {write_layout(tried.balanced)}: {shorter} from begin to end of a step, simulated with the fitted "
+        f"costs, for {took} with this cut, {tried.gain:.1%} less",
+    )
 
 
 def _print(report: WhyReport, commands: tuple[str, ...]) -> None:
