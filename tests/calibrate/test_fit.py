@@ -125,6 +125,14 @@ def test_no_run_is_refused() -> None:
         calibrate(h100(), [])
 
 
+@pytest.mark.parametrize("factor", [1e-9, 0.1, 10, 1000])
+def test_a_step_that_no_constants_explain_is_refused(factor: float) -> None:
+    before = h100()
+    wild = measure(make_job(before, tp=2), before, factor)
+    with pytest.raises(ValueError, match=rf"line {wild.line}, {wild.name}: a step of .* within 8 times of their est"):
+        calibrate(before, [wild])
+
+
 class TestPathForm:
     def form(self, **given: Any) -> tuple[Job, PathForm]:
         job = make_job(h100(), **MOE, pp=2, vpp=2, schedule="interleaved-overlap", **given)

@@ -197,3 +197,19 @@ def test_a_spoiled_profile_is_refused_or_reported_by_name(tmp_path: Path, spoil:
     WRITERS[form](tmp_path, run())
     spoil(tmp_path, form)
     assert re.search(SPOILS[spoil][1], said(tmp_path)) is not None, said(tmp_path)
+
+
+@pytest.mark.parametrize("bad", ["NaN", '"abc"', "Infinity", "null"])
+@pytest.mark.parametrize(("form", "field"), [("kineto", "ts"), ("kineto", "dur"), ("ndtimeline", "ts")])
+def test_times_that_are_no_numbers_are_refused_by_file_and_event(
+    tmp_path: Path, form: str, field: str, bad: str
+) -> None:
+    WRITERS[form](tmp_path, run())
+    path = of_rank(tmp_path, 2)
+    text = path.read_text()
+    times = list(re.finditer(rf'"{field}": *([^,}}]+)', text))
+    found = times[len(times) // 2]
+    path.write_text(text[: found.start(1)] + bad + text[found.end(1) :])
+    value = {"NaN": "'?(nan|NaN)'?", "Infinity": "'?(inf|Infinity)'?", "null": "None", '"abc"': "'abc'"}[bad]
+    with pytest.raises(ValueError, match=rf"rank_?2.*: event '.*{field} {value}.*microseconds, as finite numbers"):
+        import_profile([tmp_path])

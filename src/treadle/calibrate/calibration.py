@@ -25,6 +25,9 @@ _DIGITS = 4
 
 Progress = Callable[[int, int], None]
 
+MOST_OFF = 8
+"""How many times the estimate, or a part of it, a measured step is that says anything about constants."""
+
 T = TypeVar("T")
 
 
@@ -40,7 +43,7 @@ def calibrate(cluster: Cluster, runs: Sequence[MeasuredRun], *, progress: Progre
         The cluster with fitted constants, which constants moved, and the estimates of every run.
 
     Raises:
-        ValueError: there is no run.
+        ValueError: there is no run, or one is `MOST_OFF` times off its estimate.
 
     """
     if not runs:
@@ -48,6 +51,7 @@ def calibrate(cluster: Cluster, runs: Sequence[MeasuredRun], *, progress: Progre
     steps = _Steps(len(runs) * (3 if len(runs) >= FEWEST_TO_LEAVE_OUT else 2), progress)
     keys = tuple(sorted({key for each in runs for key in constants_of(each.job)}))
     forms = {job: PathForm(planned(job), keys) for job in steps.counted(each.job for each in runs)}
+    _check_scale(runs)
     found = _fit(runs, forms, cluster)
     fitted = _with_logs(cluster, keys, found)
     estimated = []
@@ -62,6 +66,18 @@ def calibrate(cluster: Cluster, runs: Sequence[MeasuredRun], *, progress: Progre
         over = max(0, after.memory_bytes - usable_bytes(cluster))
         estimated.append(EstimatedRun(each, planned(job).step_s, after.step_s, left_out, after.memory_bytes, over))
     return CalibrationReport(cluster, fitted, _constants(cluster, fitted, keys, found), tuple(estimated))
+
+
+def _check_scale(runs: Sequence[MeasuredRun]) -> None:
+    """Refuse a step in another unit, or of another job: no constants explain it."""
+    for each in runs:
+        expected = planned(each.job).step_s
+        if not 1 / MOST_OFF < each.seconds / expected < MOST_OFF:
+            raise ValueError(
+                f"line {each.line}, {each.name}: a step of {each.seconds:.4g} s is estimated at {expected:.4g} s, and "
+                f"measured steps are within {MOST_OFF} times of their estimate; write seconds a step, check the sizes "
+                "of the job, or leave the row out"
+            )
 
 
 @lru_cache(maxsize=256)

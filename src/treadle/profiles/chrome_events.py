@@ -184,6 +184,23 @@ class ChromeEvents:
         self.about.update(about)
 
 
+def span_ns(event: Event, source: str) -> tuple[int, int]:
+    """Return the start and the end of an event, in nanoseconds.
+
+    Raises:
+        ValueError: they are no numbers; the message names the file and the event.
+
+    """
+    try:
+        start = to_ns(event["ts"])
+        return start, start + to_ns(event.get("dur", 0))
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"{source}: event {event.get('name')!r} has ts {event.get('ts')!r} and dur {event.get('dur')!r}; both are "
+            "microseconds, as finite numbers: the file was damaged or changed; write it again, or leave the rank out"
+        ) from error
+
+
 def to_ns(us: int | str | float) -> int:
     """Convert microseconds as a file has them, exactly: 1740461679471346.123 is too long for a float.
 

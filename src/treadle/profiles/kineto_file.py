@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from treadle.ir.program import Bools, Ints, Longs
-from treadle.profiles.chrome_events import ChromeEvents, Event, to_ns
+from treadle.profiles.chrome_events import ChromeEvents, Event, span_ns
 from treadle.profiles.reader import Advance
 
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -78,7 +78,7 @@ def read_file(path: Path, advance: Advance) -> KinetoFile:
     events = ChromeEvents(path, (*DEVICE, *LAUNCHES, *ANNOTATIONS), advance, named={"cpu_op": SENDS})
     columns = _Columns()
     for event in events:
-        columns.add(event)
+        columns.add(event, str(path))
     base = int(events.about.get("baseTimeNanoseconds", 0))
     return columns.made(str(path), base, events)
 
@@ -97,15 +97,15 @@ class _Columns:
         self.launches = array("q")
         self.device = array("q")
 
-    def add(self, event: Event) -> None:
+    def add(self, event: Event, source: str) -> None:
         if event.get("ph") != "X":
             return
-        category, args, start = event["cat"], event.get("args") or {}, to_ns(event["ts"])
+        category, args = event["cat"], event.get("args") or {}
+        start, end = span_ns(event, source)
         if category in LAUNCHES:
             if "correlation" in args:
                 self.launches.extend((int(args["correlation"]), self._thread(event), start))
             return
-        end = start + to_ns(event.get("dur", 0))
         if category in DEVICE:
             is_kernel = category == "kernel"
             stream = args.get("stream", event.get("tid", 0))

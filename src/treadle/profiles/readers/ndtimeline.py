@@ -19,6 +19,7 @@ import numpy as np
 
 from treadle.ir.ops import ACTIONS, OpKind
 from treadle.ir.program import Ints, Shorts
+from treadle.profiles.chrome_events import span_ns
 from treadle.profiles.entries import events
 from treadle.profiles.reader import Advance, Opening
 from treadle.profiles.recording import UNKNOWN, Mark, MarkColumns, RankRecording, Recording, Remark
@@ -102,7 +103,7 @@ def _read(path: Path, remarks: list[Remark]) -> dict[_Place, list[MarkColumns]]:
             unknown[event["name"]] += 1
             continue
         counts[where] += 1
-        for mark in _marks(event, kinds):
+        for mark in _marks(event, kinds, source):
             threads[where].append(mark)
     remarks += [Remark(f"events named {name!r} are not known, and left out", source, n) for name, n in unknown.items()]
     nowhere = [where for where in threads if where[0] not in processes or where not in places]
@@ -120,9 +121,9 @@ def _read(path: Path, remarks: list[Remark]) -> dict[_Place, list[MarkColumns]]:
     return marks
 
 
-def _marks(event: dict[str, Any], kinds: tuple[OpKind, ...]) -> list[Mark]:
+def _marks(event: dict[str, Any], kinds: tuple[OpKind, ...], source: str) -> list[Mark]:
     args = event["args"]
-    start, end = round(event["ts"] * 1000), round((event["ts"] + event["dur"]) * 1000)
+    start, end = span_ns(event, source)
     mb = args.get("mb_id", UNKNOWN) if kinds[0] in ACTIONS else UNKNOWN
     chunk, step = args.get("model_chunk", UNKNOWN), args.get("step", UNKNOWN)
     return [Mark(kind, start, end, mb=mb, chunk=chunk, step=step) for kind in kinds]
