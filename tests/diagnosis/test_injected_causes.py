@@ -102,6 +102,16 @@ def test_a_slow_worker_is_not_its_replica(slow: float, last: float) -> None:
         assert (report.cause.pp, report.cause.dp) == (0, 1)
 
 
+@pytest.mark.parametrize("vpp", [1, 2])
+@pytest.mark.parametrize(("pp", "dp"), [(2, 2), (4, 2), (2, 3), (2, 4)])
+def test_a_slow_worker_and_a_slow_replica_of_few_are_no_stage(pp: int, dp: int, vpp: int) -> None:
+    for slow in (1.5, 2.5):
+        worker = analyse(_steps(pp=pp, dp=dp, vpp=vpp, slow={(1, 0): slow})).cause
+        assert (worker.what, worker.dp, worker.pp) == ("worker", 1, 0), worker.sentence
+        replica = analyse(_steps(pp=pp, dp=dp, vpp=vpp, slow={(1, place): slow for place in range(pp)})).cause
+        assert (replica.what, replica.dp) == ("replica", 1), replica.sentence
+
+
 def test_a_slow_machine_without_replicas_is_no_stage() -> None:
     cause = analyse(_steps(vpp=2, slow={(0, 2): 1.5})).cause
     assert (cause.what, cause.pp) == ("rank", 2)

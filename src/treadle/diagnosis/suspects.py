@@ -184,7 +184,7 @@ class Suspects:
         others = np.stack([np.median(np.delete(times, dp, axis=0), axis=0) for dp in range(len(times))])
         ratio = times / np.maximum(others, 1e-9)
         worker = ratio[:, stages].min(axis=2)  # all of its stages
-        slow = worker >= np.maximum(STANDS_OUT, 1 + 5 * np.median(np.abs(worker - np.median(worker))))
+        slow = worker >= np.maximum(STANDS_OUT, 1 + 5 * _spread(worker))
         whole = slow.all(axis=1) & (stages.shape[0] > 1)
         alone = slow & ~whole[:, None]
         found = []
@@ -310,3 +310,14 @@ class Suspects:
         if 1 < len(replicas) < num:
             return None, [], (0.0, 0.0), none
         return found, replicas, (float(took[worst][slow].mean()), usual), none
+
+
+def _spread(ratio: Floats) -> float:
+    """How far workers, `[dp, pp]`, usually are apart; of two replicas within each, as one moves the other, too."""
+    middle = _low_median(ratio, axis=1)[:, None] if len(ratio) == 2 else np.median(ratio)
+    return float(_low_median(np.abs(ratio / middle - 1).reshape(1, -1), axis=1)[0])
+
+
+def _low_median(values: Floats, axis: int) -> Floats:
+    ordered = np.sort(values, axis=axis)
+    return np.asarray(np.take(ordered, (ordered.shape[axis] - 1) // 2, axis=axis))
