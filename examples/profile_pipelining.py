@@ -20,6 +20,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from treadle.integrations.marks import mark_pipelining
+
 WIDTH = 256
 STEPS = 3
 
@@ -53,13 +55,14 @@ class Layers(nn.Module):
         """Run the layers, one after the other."""
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return Wait.apply(x, self.seconds) if self.seconds else x
+        wait: Any = Wait
+        return wait.apply(x, self.seconds) if self.seconds else x
 
 
 def main() -> None:
     """Run some steps under torch.profiler, and write a file for each rank as torchtitan does."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--schedule", default="Interleaved1F1B", help="GPipe, Interleaved1F1B, ZBVZeroBubble, ...")
+    parser.add_argument("--schedule", default="Interleaved1F1B", help="1F1B, GPipe, ZBVZeroBubble, ...")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--last", type=int, default=4, help="layers of the last stage; the others have 4")
     parser.add_argument("--sleep-ms", type=float, default=0, help="what a layer's forward takes besides, asleep")
@@ -92,7 +95,8 @@ def main() -> None:
     def write(recorded: profile) -> None:
         recorded.export_chrome_trace(str(args.output / f"rank{rank}_trace.json"))
 
-    with profile(activities=[ProfilerActivity.CPU], schedule=waiting, on_trace_ready=write) as recorded:
+    recording = profile(activities=[ProfilerActivity.CPU], schedule=waiting, on_trace_ready=write)
+    with mark_pipelining(), recording as recorded:  # torch's 1F1B marks nothing by itself
         for _ in range(1 + STEPS):
             step()
             dist.barrier()
