@@ -242,6 +242,7 @@ def test_examples_of_the_help_run(example: str, tmp_path: Path, monkeypatch: pyt
         ((*EIGHT, "--tp", "5-7"), "--tp 5-7 has no power of two; name the sizes, such as --tp 5,7"),
         ((*EIGHT, "--tp", "1-"), "whole numbers from 1 such as 1,2,4, or a range such as 1-8, got '1-'"),
         ((*EIGHT, "--offload", "some"), "--offload is no, yes or modules of a layer, got 'some'"),
+        ((*EIGHT, "--recompute", "no,full"), "--recompute no is given alone, got 'no,full'; leave no or"),
         ((*EIGHT, "--recompute", "moe-act"), "--recompute is no, yes or modules of a layer, got 'moe-act'; did you"),
         ((*EIGHT, "--gradients", "fp16"), "--gradients is fp32 or bf16, got 'fp16'"),
         ((*EIGHT, "--sharding", "fsdp"), "--sharding is none or optimizer or gradients or parameters, got 'fsdp'"),

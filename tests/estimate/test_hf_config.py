@@ -12,6 +12,7 @@ import pytest
 from treadle.estimate import Job, estimate_costs, load_cluster, load_model
 from treadle.estimate.block_work import block_work
 from treadle.estimate.flops import model_flops
+from treadle.estimate.hf_unsupported import OF_VLLM, READ
 from treadle.estimate.model_shape import shape_from_hf
 from treadle.estimate.parameter_counts import count_parameters
 from treadle.estimate.saved_bytes import saved_bytes
@@ -394,3 +395,9 @@ def test_a_value_of_another_kind_is_refused_by_its_key(changed: dict[str, Any], 
 def test_a_dense_config_may_say_what_is_about_experts() -> None:
     said = {"num_experts": 0, "moe_intermediate_size": 48, "first_k_dense_replace": 1}
     assert shape_from_hf({**CONFIGS["llama"], **said}, "m") == shape_from_hf(CONFIGS["llama"], "m")
+
+
+def test_kinds_that_are_read_are_models_of_transformers_or_vllm() -> None:
+    auto = pytest.importorskip("transformers.models.auto.configuration_auto")
+    assert {*OF_VLLM} < READ
+    assert READ - {*OF_VLLM} <= {*auto.CONFIG_MAPPING_NAMES}

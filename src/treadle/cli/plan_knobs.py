@@ -185,6 +185,8 @@ def _powers_within(first: int, last: int, option: str) -> list[int]:
 def _modules(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
     modules = tuple(text.split(","))
     for module in modules:
+        if module in ("no", "yes"):
+            raise ValueError(f"{option} {module} is given alone, got {text!r}; leave {module} or the modules out")
         if module not in known:
             raise ValueError(
                 f"{option} is no, yes or modules of a layer, got {module!r}; "

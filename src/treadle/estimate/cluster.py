@@ -28,7 +28,7 @@ from treadle.estimate.efficiency import check_efficiency, replace_constants
 from treadle.estimate.rate_units import check_rate
 from treadle.fields.input_files import Toml, read_toml
 from treadle.fields.kinds import FROM_1, OneOf
-from treadle.fields.nearest import did_you_mean, hint
+from treadle.fields.nearest import did_you_mean
 
 PRESETS = Path(__file__).parent / "presets" / "clusters"
 GIB = 1 << 30
@@ -211,5 +211,6 @@ def _preset(name: str, source: str) -> dict[str, Any]:
         known = sorted(path.stem for path in PRESETS.glob("*.toml"))
         said = f"{source}: gpu is" if source.endswith(".toml") else "a cluster is a .toml file or"
         example = "" if source.endswith(".toml") else " (h100:2048)"
-        raise ValueError(f"{said} one of {', '.join(known)}{example}, got {name!r}{hint(name, known)}")
+        other = "no other chip has its rates: for another GPU write a .toml file that starts from one of them"
+        raise ValueError(f"{said} one of {', '.join(known)}{example}, got {name!r}; {other}")
     return read_toml(file).table

@@ -45,16 +45,20 @@ _KINDS = {
 }
 """Kinds of model that no key tells apart."""
 
-_READ = frozenset((Path(__file__).parent / "presets" / "hf_kinds.txt").read_text(encoding="utf-8").split())
-"""Kinds of model whose config.json is read: those of transformers are held to its models by a test. Any other kind is
-refused, as its layers may differ by a default that no key shows."""
+READ = frozenset((Path(__file__).parent / "presets" / "hf_kinds.txt").read_text(encoding="utf-8").split())
+"""Kinds of model whose config.json is read: those of transformers 5.23, held to its models by a test, and `OF_VLLM`.
+Any other kind is refused, as its layers may differ by a default that no key shows."""
+
+OF_VLLM = ("deepseek", "internlm2", "kimi_k2")
+"""Kinds that transformers has no model of. vLLM 0.32 has: models/deepseek_v2.py (without MLA where model_type is
+deepseek), models/internlm2.py, and kimi_k2 as DeepSeek-V3's (transformers_utils/config.py)."""
 
 
 def check_supported(said: Mapping[str, Any], kind: str, name: str) -> None:
     """Raise a ValueError if a config.json says layers that a shape does not have; the message names the key."""
     if kind in _KINDS:
         raise _refused(name, f"model_type {kind!r}", _KINDS[kind])
-    if kind and kind not in _READ:
+    if kind and kind not in READ:
         raise _refused(name, f"model_type {kind!r}", "a kind that was not compared with its own code")
     last = said.get("moe_layer_end_index")
     if isinstance(last, int) and 0 <= last < said.get("num_hidden_layers", 0) - 1:

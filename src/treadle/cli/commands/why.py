@@ -76,7 +76,8 @@ def _print_all(report: WhyReport, measured: Steps, paths: list[Path]) -> None:
     if not tried.pays:
         note(f"no cut of {write_layout(tried.blocks, dense=True)} into whole layers makes the step 1% shorter")
     if not any(layout.blocks):
-        note(f"--layout is your job's: no profile names layers, and {ASSUMED_LAYERS} a stage are assumed")
+        assumed = f"no profile names layers, {ASSUMED_LAYERS} a stage assumed"
+        note(f"'treadle import' takes your job's --layout: {assumed}")
 
 
 def _cut_lines(tried: TriedCut, layout: Layout, paths: list[Path]) -> tuple[str, ...]:
