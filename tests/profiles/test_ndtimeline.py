@@ -79,6 +79,15 @@ def test_recognised_by_content(tmp_path: Path) -> None:
         assert not reader.recognises(Opening.of(path))
 
 
+def test_a_large_mesh_is_recognised_by_the_names_that_come_first(tmp_path: Path) -> None:
+    path = tmp_path / "mesh.json"
+    marks = [event("forward-compute", 10, 5, mb=0), event("backward-compute", 20, 5, mb=0)]
+    path.write_text(json.dumps([*names() * 8192, *marks]))
+    assert path.stat().st_size > 2**20
+    assert NDTimelineReader().recognises(Opening.of(path))
+    assert len(NDTimelineReader().read([path], lambda _: None).ranks) == 1
+
+
 def test_damage_is_refused_by_name(tmp_path: Path) -> None:
     path, reader = tmp_path / "run.json.gz", NDTimelineReader()
     packed = gzip.compress(json.dumps(timeline("ST")).encode())

@@ -79,3 +79,16 @@ def test_a_mistyped_schedule_accuses_nobody(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="no rank's fault: '--schedule 1f1b --pp 4 -m 4' explains"):
             find_hang(tmp_path, mistyped)
     assert find_hang(tmp_path, ran).pipelines[0].at_fault == (2,)
+
+
+def test_a_run_without_dumps_is_shown_a_way(tmp_path: Path) -> None:
+    schedule = generate("1f1b", pp=2, microbatches=4)
+    with pytest.raises(ValueError, match=r"TORCH_NCCL_DUMP_ON_TIMEOUT=1 and TORCH_FR_DUMP_TEMP_FILE; .*py-spy dump"):
+        find_hang(tmp_path, schedule)
+    write_stopped(schedule, Stop(0, 0), tmp_path)
+    for path in tmp_path.iterdir():
+        path.write_text(
+            path.read_text().replace("nccl:send", "gloo:all_reduce").replace("nccl:recv", "gloo:all_reduce")
+        )
+    with pytest.raises(ValueError, match=r"no sends and receives; .*py-spy dump"):
+        find_hang(tmp_path, schedule)

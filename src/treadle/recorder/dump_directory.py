@@ -11,6 +11,9 @@ from treadle.recorder.dump_file import RankDump, read_dump
 
 _NAME = re.compile(r"(.*?)(\d{1,9})(\.json|\.pkl|\.pickle)?")
 
+WITHOUT = "without them, compare the stacks of 'py-spy dump --pid PID' on all ranks (docs/hung.md)"
+"""The way out where a run left nothing to read."""
+
 
 def read_dumps(paths: Sequence[Path], prefix: str | None = None) -> dict[int, RankDump]:
     """Read the dumps of one run, by rank.
@@ -41,7 +44,10 @@ def _files(paths: Sequence[Path], prefix: str | None) -> dict[int, Path]:
             raise ValueError(f"{twice} and {file} are both of rank {int(match[2])}; leave one of them out")
     if not by_prefix:
         named = f"{prefix}<rank>" if prefix is not None else "<prefix><rank>, such as trace_0"
-        raise ValueError(f"{where}: no dumps; torch's Flight Recorder writes one file a rank, {named}")
+        raise ValueError(
+            f"{where}: no dumps; torch's Flight Recorder writes one file a rank, {named}, with "
+            f"TORCH_NCCL_DUMP_ON_TIMEOUT=1 and TORCH_FR_DUMP_TEMP_FILE; {WITHOUT}"
+        )
     if len(by_prefix) > 1:
         found = ", ".join(repr(name) for name in sorted(by_prefix))
         raise ValueError(f"{where}: files of several prefixes: {found}; choose the run's with --prefix")

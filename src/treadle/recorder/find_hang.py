@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from treadle.ir.schedule import Schedule
-from treadle.recorder.dump_directory import read_dumps
+from treadle.recorder.dump_directory import WITHOUT, read_dumps
 from treadle.recorder.dump_file import GroupName, RankDump, RecorderEntry
 from treadle.recorder.hang_cause import HungGroup
 from treadle.recorder.hang_report import HangReport, HungPipeline
@@ -165,7 +165,7 @@ def _groups(dumps: Mapping[int, RankDump], pp: int) -> tuple[list[_Group], list[
     if not members:
         raise ValueError(
             "the dumps have no sends and receives; gloo's recorder writes none, and NCCL's writes them with "
-            "TORCH_FR_BUFFER_SIZE above 0"
+            f"TORCH_FR_BUFFER_SIZE above 0; {WITHOUT}"
         )
     sizes = sorted({len(ranks) for _, ranks in members})
     fitting = {key: found for key, found in members.items() if len(key[1]) == pp}

@@ -26,6 +26,7 @@ from treadle.profiles.recording import UNKNOWN, Mark, MarkColumns, RankRecording
 from treadle.profiles.work_names import ops_of
 
 _NAMED = re.compile(rb'"(?:forward|backward)-(?:compute|send|recv)[a-z-]*"')
+_PLACED = re.compile(rb'"thread_name"[^}]*\{\s*"name":\s*"PP rank \d+, TP rank \d+')
 _PROCESS = re.compile(r"DP rank \[?(\d+)")
 _THREAD = re.compile(r"PP rank (\d+), TP rank (\d+)")
 
@@ -36,9 +37,12 @@ class NDTimelineReader:
     form = "NDTimeline"
 
     def recognises(self, opening: Opening) -> bool:
-        """Look for an event of a micro-batch's computation, or of a message, with NDTimeline's arguments."""
-        named = _NAMED.search(opening.head) is not None
-        return opening.head.lstrip()[:1] in (b"[", b"{") and named and b'"mb_id"' in opening.head
+        """Look for an event of a micro-batch's computation or message with its arguments, or for a name of a thread.
+
+        A large mesh has megabytes of names, which Chrome traces put before all events.
+        """
+        of_work = _NAMED.search(opening.head) is not None and b'"mb_id"' in opening.head
+        return opening.head.lstrip()[:1] in (b"[", b"{") and (of_work or _PLACED.search(opening.head) is not None)
 
     def read(self, paths: Sequence[Path], advance: Advance) -> Recording:
         """Read the files of one run; ranks may be in one file or in several."""
