@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 BROUGHT = (
-    *("torch", "msgspec", "xxhash", "safetensors", "ortools", "matplotlib"),
+    *("torch", "msgspec", "xxhash", "safetensors", "ortools", "pyyaml", "matplotlib"),
     *("tensorboard", "tokenizers", "torchdata", "transformers", "tyro"),
 )
 """The packages that extras bring."""
+
+_IMPORTED = {"pyyaml": "yaml"}
+"""Modules whose names are not those of their packages."""
 
 _OF_EXTRA = re.compile(r"""(?P<package>([\w-]+)[^;\s]*)\s*;\s*extra\s*==\s*['"](?P<extra>\w+)['"]""")
 
@@ -28,7 +31,7 @@ def install_command(*extras: str) -> str:
     except PackageNotFoundError:  # run from its sources
         return f"pip install '.[{','.join(extras)}]' in a checkout of Treadle"
     wanted = {found[2]: found["package"] for found in lines if found is not None and found["extra"] in extras}
-    lacking = [f"'{package}'" for name, package in wanted.items() if find_spec(name) is None]
+    lacking = [f"'{package}'" for name, package in wanted.items() if find_spec(_IMPORTED.get(name, name)) is None]
     return " ".join(["pip install", *(lacking or (f"'{package}'" for package in wanted.values()))])
 
 
@@ -48,7 +51,7 @@ def brought_by(*extras: str, needed_by: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in BROUGHT:
+        if missing not in {_IMPORTED.get(name, name) for name in BROUGHT}:
             raise
         text = f"{needed_by} needs {missing}; install it with: {install_command(*extras)}"
         raise MissingPackageError(text, name=missing) from None

@@ -11,10 +11,10 @@ from treadle.estimate.cluster import GIB
 from treadle.estimate.host_copies import host_shortage
 from treadle.planner.advised_job import Advisor, rank_of, within_error_s
 from treadle.planner.job_estimate import Alternative, JobEstimate, estimate_candidate, estimate_job
-from treadle.planner.megatron import refusal
 from treadle.planner.ranked_search import SearchResult, with_job
 from treadle.planner.space import Candidate
 from treadle.schedules import family
+from treadle.trainers.megatron import refusal
 
 KNOBS = (
     "schedule",

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 
 from treadle.estimate import Cluster, Job, ModelShape
-from treadle.planner.megatron import refusal
 from treadle.schedules import default_schedule, family, known
+from treadle.trainers.megatron import refusal
 
 MOST_MICROBATCHES = 8_192
 """Of a replica in a step: what is shown is simulated whole."""
@@ -224,7 +224,7 @@ def _schedules(space: SearchSpace, model: ModelShape, pp: int, reasons: Counter[
     """Yield the schedules of a pipeline of `pp` ranks, each with its numbers of chunks."""
     names = space.schedules or ()
     if pp == 1:
-        alone = [name for name in names if name == default_schedule() or _overlaps_alone(name)]
+        alone = [name for name in names if name == default_schedule() or overlaps_alone(name)]
         if not alone:
             reasons[f"a pipeline of one rank runs {default_schedule()}; add --schedule {default_schedule()}"] += 1
         yield from ((name, 1) for name in alone)
@@ -237,7 +237,7 @@ def _schedules(space: SearchSpace, model: ModelShape, pp: int, reasons: Counter[
             yield name, vpp
 
 
-def _overlaps_alone(name: str) -> bool:
+def overlaps_alone(name: str) -> bool:
     """True if a schedule overlaps exchanges with the computation of another micro-batch on a single rank too."""
     return family(name).overlapped and not family(name).vpps
 

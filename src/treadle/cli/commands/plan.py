@@ -28,7 +28,6 @@ from treadle.ir.show import show_bytes, show_time
 from treadle.planner import SearchResult, find_plan
 from treadle.planner.find_plan import usable_bytes
 from treadle.planner.job_estimate import Alternative, describe
-from treadle.planner.megatron import graph_flags, megatron_flags
 from treadle.planner.plan_files import untrainable, write_files
 from treadle.planner.plan_page import page
 from treadle.planner.plan_report import (
@@ -46,6 +45,7 @@ from treadle.planner.plan_report import (
 from treadle.planner.planned_step import PlannedStep
 from treadle.planner.step_parts import parts_text
 from treadle.planner.straggler_plan import DRAWS, study_plan
+from treadle.trainers import megatron
 
 SHOWN = 12
 _SHORT = {"parameters": "params", "gradients": "grads", "activations": "saved", "temporary": "temp"}
@@ -200,7 +200,7 @@ def _print(found: SearchResult, chosen: PlannedStep, others: tuple[Alternative, 
         "memory": f"{chosen.estimate.memory_bytes / GIB:.1f} GiB of {found.memory_limit / GIB:.1f}",
         **({"pinned host memory": host_text(chosen)} if job.offload else {}),
         "micro-batches": f"{job.num_microbatches} of {job.micro_batch_size} x {job.seq_len:,} tokens a replica",
-        "CUDA graphs": " ".join([job.cuda_graph, *graph_flags(job)]),
+        "CUDA graphs": " ".join([job.cuda_graph, *megatron.graph_flags(job)]),
         "layout": write_layout(job.layout),
         "verified": "clean" if chosen.report.clean else str(chosen.report),
     }
@@ -210,8 +210,8 @@ def _print(found: SearchResult, chosen: PlannedStep, others: tuple[Alternative, 
     for name, value in figures.items():
         table.add_row(name, escape(value))
     out.print(table)
-    if flags := megatron_flags(job):
-        out.print(escape(f"Megatron-LM  {' '.join(flags)}"), soft_wrap=True)
+    if flags := megatron.flags(job):
+        out.print(escape(f"Megatron-LM  {flags}"), soft_wrap=True)
     _print_memory(chosen)
     _print_alternatives(others, found.unable)
     _print_front(found)

@@ -13,8 +13,8 @@ import pytest
 from treadle.estimate import Job, load_cluster, load_model
 from treadle.estimate.job_stages import stage_rows
 from treadle.planner.job_estimate import estimate_job
-from treadle.planner.megatron import REFUSALS, megatron_flags, refusal
 from treadle.planner.space import SearchSpace, candidates
+from treadle.trainers.megatron import REFUSALS, flags, refusal
 
 QWEN = load_model("qwen3-30b-a3b")
 FLAGS: dict[str, Callable[[Job], Any]] = {
@@ -113,9 +113,9 @@ def test_each_refusal_names_a_line() -> None:
 def test_flags_are_fields_of_megatron_core() -> None:
     core = pytest.importorskip("megatron.core.transformer.transformer_config")
     fields = set(core.TransformerConfig.__dataclass_fields__)
-    flags = megatron_flags(estimate_layout(job(tp=2, recompute=("layernorm",))))
-    given = {name[2:].replace("-", "_") for name in re.findall(r"--[a-z0-9-]+", " ".join(flags))}
-    training = {"pipeline_model_parallel_layout", "micro_batch_size", "global_batch_size", "seq_length"}
+    typed = flags(estimate_layout(job(tp=2, recompute=("layernorm",))))
+    given = {name[2:].replace("-", "_") for name in re.findall(r"--[a-z0-9-]+", typed)}
+    training = {"num_virtual_stages_per_pipeline_rank", "micro_batch_size", "global_batch_size", "seq_length"}
     training |= {"use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"}
     assert given - training <= fields
     assert "expert_tensor_parallel_size" in given
@@ -126,4 +126,4 @@ def estimate_layout(each: Job) -> Job:
 
 
 def test_a_schedule_that_megatron_does_not_run_has_no_flags() -> None:
-    assert megatron_flags(estimate_layout(job(schedule="zb-v", vpp=2))) == ()
+    assert flags(estimate_layout(job(schedule="zb-v", vpp=2))) == ""
