@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import check, run_ranks
+from treadle.fields.plain_pickle import UnreadablePickleError, load_plain
 from treadle.recorder.dump_directory import read_dumps
 from treadle.recorder.dump_file import ChannelEnd, read_dump
-from treadle.recorder.plain_pickle import UnreadablePickleError, load_plain
 
 VALUE = {
     "a": [1, -5, 300, 70000, 2**40, 2.5, None, True, False],

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from treadle.recorder.plain_pickle import MOST_BYTES, UnreadablePickleError, load_plain
+from treadle.fields.plain_pickle import MOST_BYTES, UnreadablePickleError, load_plain
 
 State: TypeAlias = Literal["scheduled", "started", "completed"]
 GroupName: TypeAlias = tuple[str, str]

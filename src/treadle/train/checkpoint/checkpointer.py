@@ -13,7 +13,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.stateful import Stateful
@@ -23,6 +22,7 @@ from treadle.runtime import Pipeline
 from treadle.train.checkpoint import on_disk
 from treadle.train.checkpoint.checkpoint_needs import forms_in, unmet, unneeded
 from treadle.train.checkpoint.lock import DirectoryLock, token_in
+from treadle.train.checkpoint.metadata_reader import CheckpointReader
 from treadle.train.checkpoint.on_disk import DamagedError, Manifest
 from treadle.train.checkpoint.planners import PartCopies, PartLoadPlanner, PartSavePlanner, shared_out, wrapped
 from treadle.train.checkpoint.tensor_parts import State
@@ -195,9 +195,9 @@ class Checkpointer:
         damage = None if step in self._intact else self._damage(step)
         if damage is not None:
             raise ValueError(f"the checkpoint {path} is not loaded: {damage}; {self._complete()}")
-        have, reason = _forms(path)
+        reader = CheckpointReader(path)
+        have, reason = _forms(reader)
         self._refuse(path, reason if reason is not None else unmet(have, parts), have, parts)
-        reader = FileSystemReader(path)
         try:
             load(wrapped(parts), storage_reader=reader, planner=PartLoadPlanner(), process_group=self._group)
         except CheckpointException as error:
@@ -298,11 +298,11 @@ class Checkpointer:
             raise ValueError(f"the checkpoint {path} is not loaded: {why}")
 
 
-def _forms(path: Path) -> tuple[dict[str, str], str | None]:
+def _forms(reader: CheckpointReader) -> tuple[dict[str, str], str | None]:
     """Return what tensors a checkpoint has, or why its metadata, which are as they were written, cannot be read."""
     try:
-        return forms_in(FileSystemReader(path).read_metadata()), None
-    except Exception as error:  # whatever unpickling another version's classes does
+        return forms_in(reader.read_metadata()), None
+    except Exception as error:  # whatever another version's classes are
         return {}, f"its {on_disk.METADATA} cannot be read here: {named(error)}"
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from treadle.fields.plain_pickle import UnreadablePickleError
 from treadle.train.checkpoint import on_disk
+from treadle.train.checkpoint.metadata_reader import CheckpointReader
 from treadle.train.checkpoint.on_disk import DamagedError
 from treadle.train.checkpoint.planners import PartLoadPlanner, wrapped
 from treadle.train.checkpoint.tensor_parts import TensorPart
@@ -49,7 +50,7 @@ def read_weights(path: Path, rank: int, world: int) -> Source:
 
     """
     try:
-        reader = FileSystemReader(path)
+        reader = CheckpointReader(path)
         saved = reader.read_metadata().state_dict_metadata
         forms = {
             name: each
@@ -67,6 +68,8 @@ def read_weights(path: Path, rank: int, world: int) -> Source:
         }
         named = {piece.tensor: part for piece, part in parts.items()}
         load(wrapped(named), storage_reader=reader, planner=PartLoadPlanner(), no_dist=True)
+    except UnreadablePickleError as error:
+        raise ValueError(f"the checkpoint {path} is not read: its {on_disk.METADATA} is refused: {error}") from error
     except (OSError, CheckpointException) as error:
         raise ValueError(f"the checkpoint {path} cannot be read: {' '.join(str(error).split())}") from error
     return Source(tensors, {piece: part.tensor for piece, part in parts.items()})

@@ -1,7 +1,8 @@
-"""Reads a pickle of plain values, without running anything of it.
+"""Reads a pickle of plain values and of the classes on a list, without importing or running anything else of it.
 
 A pickle is a program. The opcodes here build None, booleans, numbers, texts, lists, tuples and dictionaries, which is
 all that torch's Flight Recorder writes; each other opcode is refused by its name, those that import or call among them.
+A caller that lists classes and functions by name (`known`) has these called, and nothing is looked up anywhere else.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import pickle
 import pickletools
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 MOST_BYTES = 2**28
@@ -17,35 +19,40 @@ MOST_BYTES = 2**28
 _NAMES = {opcode.code.encode("latin-1"): opcode.name for opcode in pickletools.opcodes}
 _CODES = {name: code for code, name in _NAMES.items()}
 _MOST_INT_BYTES = 16
+_LONGEST_NAME = 300
 _MARK = object()
 
 
 class UnreadablePickleError(ValueError):
-    """A pickle with something else than plain values, or one that is cut off."""
+    """A pickle with something else than plain values and what is known, or one that is cut off."""
 
 
-def load_plain(data: bytes) -> Any:
-    """Return the value of a pickle.
+def load_plain(data: bytes, known: Mapping[str, Any] | None = None) -> Any:
+    """Return the value of a pickle, which may contain `known` values, and call those, by their names in the pickle.
 
     Raises:
-        UnreadablePickleError: an opcode that builds no plain value, by name; or the pickle is damaged or too long.
+        UnreadablePickleError: an opcode that builds no plain value, by name; a name that is not known; or the pickle is
+            damaged or too long.
 
     """
     if len(data) > MOST_BYTES:
         raise UnreadablePickleError(f"it has {len(data):,} bytes, and at most {MOST_BYTES:,} are read")
-    return _Reader(data).value()
+    return _Reader(data, known or {}).value()
 
 
 class _Reader:
     """A stack, a memo, and a place in the bytes."""
 
-    def __init__(self, data: bytes) -> None:
-        self.data, self.at = data, 0
+    def __init__(self, data: bytes, known: Mapping[str, Any]) -> None:
+        self.data, self.at, self.known = data, 0, known
+        self.callables = {id(each) for each in known.values() if callable(each)}
+        self.classes = {each for each in known.values() if isinstance(each, type)}
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
 
     def value(self) -> Any:
-        steps = {_CODES[name]: getattr(self, f"_{name.lower()}") for name in _READ}
+        names = (*_READ, *_MAKING) if self.known else _READ
+        steps = {_CODES[name]: getattr(self, f"_{name.lower()}") for name in names}
         pushed, stop = dict(_CONSTANTS), pickle.STOP
         while True:
             code = self._take(1)
@@ -169,9 +176,12 @@ class _Reader:
 
     def _set(self, items: list[Any]) -> None:
         into = self._top(dict)
-        if len(items) % 2 or not all(isinstance(key, str | int) for key in items[::2]):
+        if len(items) % 2 or not all(isinstance(key, str | int) or type(key) in self.classes for key in items[::2]):
             raise UnreadablePickleError("the keys of a dictionary are not texts or numbers")
-        into.update(zip(items[::2], items[1::2], strict=True))
+        try:
+            into.update(zip(items[::2], items[1::2], strict=True))
+        except Exception as error:  # of a key's own hash
+            raise UnreadablePickleError(f"a key of a dictionary cannot be one: {error}") from error
 
     def _tuple(self) -> None:
         self.stack.append(tuple(self._above_mark()))
@@ -212,6 +222,55 @@ class _Reader:
             raise UnreadablePickleError("an opcode reads a place of the memo that was not written")
         self.stack.append(self.memo[place])
 
+    # -- opcodes for what is known -----------------------------------------------------------------------------------
+
+    def _global(self) -> None:
+        lines = self.data[self.at : self.at + _LONGEST_NAME].split(b"\n")[:2]
+        self._take(sum(map(len, lines)) + 2)
+        self._find(b".".join(lines).decode("utf-8", "replace"))
+
+    def _stack_global(self) -> None:
+        name, module = self._pop(), self._pop()
+        self._find(f"{module}.{name}" if isinstance(module, str) and isinstance(name, str) else "no name")
+
+    def _find(self, name: str) -> None:
+        if name not in self.known:
+            raise UnreadablePickleError(
+                f"it imports {name!r}, which is not among what is read, so nothing of it is run"
+            )
+        self.stack.append(self.known[name])
+
+    def _newobj(self) -> None:
+        arguments, made = self._pop(), self._pop()
+        if not isinstance(made, type) or made not in self.classes or arguments != ():
+            raise UnreadablePickleError("it makes an object of something else than what is known")
+        try:
+            self.stack.append(object.__new__(made))
+        except TypeError as error:  # of a tuple's own kind
+            raise UnreadablePickleError(f"{made.__name__} is not made so: {error}") from error
+
+    def _reduce(self) -> None:
+        arguments, called = self._pop(), self._pop()
+        if id(called) not in self.callables or type(arguments) is not tuple:
+            raise UnreadablePickleError("it calls something else than what is known")
+        try:
+            self.stack.append(called(*arguments))
+        except Exception as error:
+            raise UnreadablePickleError(f"{called.__name__} refuses its arguments: {error}") from error
+
+    def _build(self) -> None:
+        state, made = self._pop(), self._pop()
+        if type(made) not in self.classes:
+            raise UnreadablePickleError("it sets attributes of something else than what is known")
+        try:
+            if hasattr(made, "__setstate__"):
+                made.__setstate__(state)
+            else:
+                vars(made).update(state)
+        except Exception as error:
+            raise UnreadablePickleError(f"{type(made).__name__} refuses its attributes: {error}") from error
+        self.stack.append(made)
+
 
 _CONSTANTS = {pickle.NONE: None, pickle.NEWTRUE: True, pickle.NEWFALSE: False, pickle.EMPTY_TUPLE: ()}
 _READ = (
@@ -220,3 +279,5 @@ _READ = (
     *("BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET"),
 )
 """Opcodes that build plain values, besides those of `_CONSTANTS`: the reader has a method for each."""
+_MAKING = ("GLOBAL", "STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD")
+"""Opcodes that name, call and fill what is known: there are methods for these, too."""
