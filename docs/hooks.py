@@ -39,6 +39,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     place = tempfile.TemporaryDirectory(prefix="treadle-docs-")
     _kept.append(place)
     linked: set[str] = set()
+    made_by: dict[str, str] = {}
     for file in files.documentation_pages():
         text = file.content_string
         shown = set(_MADE.findall(text))
@@ -48,6 +49,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             for name in sorted(shown):
                 if not (directory / name).exists():
                     raise PluginError(f"{file.src_uri} shows made/{name}, and no command there writes it")
+                if (other := made_by.setdefault(name, file.src_uri)) != file.src_uri:
+                    raise PluginError(f"{other} and {file.src_uri} both write made/{name}: name one of them otherwise")
                 files.append(File.generated(config, f"made/{name}", abs_src_path=str(directory / name)))
         linked |= {path for path in (_outside(file.src_uri, m) for m in _OUTSIDE.finditer(text)) if path}
     copied: set[str] = set()

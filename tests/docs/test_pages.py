@@ -120,6 +120,33 @@ def test_picture_of_a_page_is_written_by_a_command_of_that_page() -> None:
             assert name in made, f"{_name(path)}: {name}"
 
 
+def test_a_site_in_which_two_pages_write_one_picture_is_not_built(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("mkdocs")
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+    from mkdocs.exceptions import Abort
+
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "mkdocs.yml").write_text(f"site_name: it\nplugins: []\nhooks: [{DOCS / 'hooks.py'}]\n")
+    shown = "```console\n$ printf 'text' > one.svg\n```\n\n![it](made/one.svg)\n"
+    (tmp_path / "docs" / "index.md").write_text(shown)
+    build(load_config(str(tmp_path / "mkdocs.yml")))
+    assert (tmp_path / "site" / "made" / "one.svg").read_text() == "text"
+    (tmp_path / "docs" / "other.md").write_text(shown)
+    with pytest.raises(Abort):
+        build(load_config(str(tmp_path / "mkdocs.yml")))
+    assert "index.md and other.md both write made/one.svg" in caplog.text
+
+
+def test_a_picture_is_shown_by_one_page() -> None:
+    shown_by: dict[str, str] = {}
+    for path in pages():
+        for name in {*re.findall(r"\((?:\.\./)*made/([\w.-]+)\)", path.read_text("utf-8"))}:
+            assert shown_by.setdefault(name, _name(path)) == _name(path), name
+
+
 def test_python_api_has_every_public_name() -> None:
     text = (DOCS / "api.md").read_text("utf-8")
     shown = set(re.findall(r"^::: treadle\.(?:api\.\w+\.|planner\.find_)?(\w+)$", text, re.MULTILINE))

@@ -37,7 +37,9 @@ AGREEMENT = "the agreement on the loss"
 
 HANGS = ("stop", "sleep")
 DEADLINES_S = (1.5, 4.0, 10.0, 30.0)
-"""Deadlines for hangs. The next is tried where a machine is too busy for the one before."""
+"""Deadlines for hangs. The next is tried where a machine is too busy to get as far as the fault."""
+PRESSED_S = 10.0
+"""The least deadline where processes wait for cores."""
 
 
 @dataclass(frozen=True)
@@ -158,22 +160,17 @@ def hold_to(
 ) -> V:
     """Return what `judge` makes of ranks that ran under the first of the deadlines that the machine lets them keep.
 
-    The next is tried if nobody got as far as the fault, which leaves the file `fault`; and if ranks do not pass on a
-    host that is short of cores, where one that waits for a core for longer than a short deadline is lost by right.
+    On a host that is short of cores, where one that waits for a core for longer than a short deadline is lost by right,
+    short ones are passed over. The next is tried if nobody got as far as the fault, which leaves the file `fault`.
+    Ranks that met it are judged once.
     """
-    for deadline_s in deadlines_s:
-        outcomes, is_last = run(deadline_s), deadline_s == deadlines_s[-1]
-        told = "\n".join(map(str, outcomes))
-        assert fault.exists() or not is_last, f"nobody got as far as the fault within {deadline_s:g} s:\n{told}"
-        if not fault.exists():
-            continue
-        try:
+    least_s = PRESSED_S if short_of_cores() else 0.0
+    for deadline_s in (each for each in deadlines_s if each >= least_s):
+        outcomes = run(deadline_s)
+        if fault.exists():
             return judge(outcomes, deadline_s)
-        except AssertionError:
-            if is_last or not short_of_cores():
-                raise
-            fault.unlink()
-    raise AssertionError("there is a deadline")
+    told = "\n".join(map(str, outcomes))
+    raise AssertionError(f"nobody got as far as the fault within {deadline_s:g} s:\n{told}")
 
 
 def deadlines_for(fault: str, least_s: float = 0.0) -> list[float]:
