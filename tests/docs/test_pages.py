@@ -49,6 +49,7 @@ NOT_RUN = {
     ("docs/verl_sglang.md", "needs SGLang and GPUs"),
     ("docs/verl_sglang.md", "needs verl, which has an environment of its own"),
     ("docs/your_run.md", "it is part of a training script"),
+    ("docs/your_run.md", "waits for files of a run in progress; tests/diagnosis/test_follow.py writes some meanwhile"),
     ("docs/weights_promise.md", "tests/update/test_leases.py has a fleet of six"),
     ("docs/vllm.md", "it is part of examples/vllm_serve.py"),
     ("docs/vllm.md", "needs vLLM, which has an environment of its own"),

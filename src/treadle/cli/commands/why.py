@@ -15,9 +15,11 @@ from rich.text import Text
 from treadle.api.load_save import holds_traces
 from treadle.api.tried_cut import ASSUMED_LAYERS, TriedCut, try_cut
 from treadle.cli.common_options import Json
+from treadle.cli.followed_run import follow as follow_run
 from treadle.cli.measured_steps import choose_steps, load_steps, quoted
 from treadle.cli.output import print_json
 from treadle.cli.terminal import again, note, out, suggest, working, wrote
+from treadle.cli.writable import check_file
 from treadle.diagnosis import WhyReport, analyse
 from treadle.diagnosis.heat import Heat
 from treadle.diagnosis.why_page import page
@@ -37,13 +39,25 @@ def why(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write a page: .html.")] = None,
     steps: Annotated[str | None, typer.Option(help="Only these steps: 16,20-39,403-.")] = None,
     as_json: Json = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Read files as they appear in DIR.")] = False,
+    metrics: Annotated[Path | None, typer.Option(help="With --follow: metrics for Prometheus, as a text file.")] = None,
+    idle: Annotated[float | None, typer.Option(help="With --follow: end after so many seconds without a file.")] = None,
 ) -> None:
     """Finds why a run is slow: which worker, stage, kind of op or unequal data, by simulating it without them.
 
     The slowdown S compares the steps with an ideal one, in which every op takes the mean or median of its type.
+    With --follow it exits with 1 if something is slower at the end than it was before.
     """
+    if not follow and (metrics is not None or idle is not None):
+        raise ValueError("--metrics and --idle are for --follow")
     if output is not None and output.suffix != ".html":
         raise ValueError(f"a page's name ends in .html, got {str(output)!r}; --json is for programs")
+    if follow:
+        if len(paths) > 1 or steps is not None or as_json:
+            raise ValueError("--follow takes one directory, and neither --steps nor --json; --metrics is for programs")
+        for path in filter(None, (output, metrics)):
+            check_file(path)
+        raise typer.Exit(1 if follow_run(paths[0], output, metrics, idle) else 0)
     measured = choose_steps(load_steps(paths), steps)
     with working("simulating"):
         report = analyse(measured)
