@@ -31,7 +31,7 @@ from treadle.ir.program import Program
 
 FORWARD_MESSAGES = (OpKind.SEND_F, OpKind.RECV_F)
 CHANNEL_LANES = (LaneKind.SEND, LaneKind.RECV)
-REDUCTIONS = ((OpKind.REDUCE_GRAD, OpKind.REDUCE_SCATTER), (OpKind.REDUCE_TIED,))
+REDUCTIONS = (OpKind.REDUCE_GRAD, OpKind.REDUCE_SCATTER, OpKind.REDUCE_TIED)
 
 MOST_STUCK_NOTED = 20
 
@@ -366,37 +366,32 @@ def _once_a_step_needs(machine: Machine, op: Op) -> Iterator[Op | None]:
     """What reductions and the end of a step need."""
     rank, step_end = op.name.rank, machine.rules.layout.step_end
     if op.kind == OpKind.REDUCE_GRAD:
-        yield _last(_gradients(machine, rank, op.name.chunk))
+        yield from _gradients(machine, rank, op.name.chunk) or [None]
     elif op.kind == OpKind.REDUCE_SCATTER:
         first = machine.rules.buckets(rank, op.name.chunk)[op.name.layer]
-        yield _last([it for it in _gradients(machine, rank, op.name.chunk) if machine.rules.block(it.name) >= first])
+        made = [it for it in _gradients(machine, rank, op.name.chunk) if machine.rules.block(it.name) >= first]
+        yield from made or [None]
     elif (op.kind, op.name.layer) in machine.rules.chains(rank, op.name.chunk).forward:
         yield from _gathers_needed(machine, op)
     elif op.kind == OpKind.REDUCE_TIED:
         for chunk in machine.rules.tied_chunks(rank, op.name.layer):
-            yield _last(_gradients(machine, rank, chunk))
+            yield from _gradients(machine, rank, chunk) or [None]
     elif op.kind == OpKind.CLIP or (op.kind == OpKind.OPTIMIZER and OpKind.CLIP not in step_end):
-        every = [gradient for chunk in machine.rules.chunks for gradient in _gradients(machine, rank, chunk)]
-        reductions = ([it for it in _known(machine, rank) if it.kind in kinds] for kinds in REDUCTIONS)
-        yield from (_last(ops) for ops in (every, *reductions) if ops)
+        for chunk in machine.rules.chunks:
+            yield from _gradients(machine, rank, chunk)
+        yield from (it for it in _known(machine, rank) if it.kind in REDUCTIONS)
     elif op.kind in (OpKind.OPTIMIZER, OpKind.GATHER_PARAMS) and op.kind in step_end:
         wanted = OpKind.CLIP if op.kind == OpKind.OPTIMIZER else OpKind.OPTIMIZER
         yield next((it for it in _known(machine, rank) if it.kind == wanted), None)
 
 
 def _gathers_needed(machine: Machine, op: Op) -> Iterator[Op]:
-    """The gathers of the buckets that a forward op is the first to read."""
+    """The gathers of the buckets whose blocks a forward op is of, or after."""
     rules, (rank, chunk) = machine.rules, (op.name.rank, op.name.chunk)
     if op.lane.kind != LaneKind.COMPUTE:
         return
-    chain = rules.chains(rank, chunk).forward
-    readers = [
-        it
-        for it in _known(machine, rank)
-        if it.name.chunk == chunk and (it.kind, it.name.layer) in chain and it.lane.kind == LaneKind.COMPUTE
-    ]
     for number, first in enumerate(rules.buckets(rank, chunk)):
-        if op.index == min((it.index for it in readers if rules.block(it.name) >= first), default=-1):
+        if rules.block(op.name) >= first:
             wanted = Name(OpKind.GATHER_PARAMS, rank, chunk, -1, number)
             yield from [it for it in _known(machine, rank) if it.name == wanted][:1]
 
@@ -409,10 +404,6 @@ def _gradients(machine: Machine, rank: int, chunk: int) -> list[Op]:
     """What makes a weight gradient of a chunk; such ops, where known, are on a compute lane."""
     ops = _known(machine, rank)
     return [op for op in ops if op.name.chunk == chunk and machine.rules.makes_gradient(op.kind)]
-
-
-def _last(ops: list[Op]) -> Op | None:
-    return max(ops, key=lambda op: op.index, default=None)
 
 
 def _crossings(machine: Machine) -> Iterator[Note]:

@@ -33,7 +33,7 @@ WITH_MTP = """
     0 COMPUTE: t=ATTN_B0.0<rb
     0 COMPUTE: g=EMBED_B0.0<t
     0 DP: r0=REDUCE_GRAD-1.0<g
-    1 DP: r1=REDUCE_GRAD-1.0<w
+    1 DP: r1=REDUCE_GRAD-1.0<w,T
 """
 
 # stages without layers: an MTP block alone, and a head alone

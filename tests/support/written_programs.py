@@ -200,7 +200,7 @@ APART = """
     0 COMPUTE: n=MLP_B0.0<k
     0 COMPUTE: t=ATTN_B0.0<n
     0 COMPUTE: g=EMBED_B0.0<t
-    0 DP: red=REDUCE_GRAD-1.0<g
+    0 DP: red=REDUCE_GRAD-1.0<g,w
 """
 
 # as TURNING: rank 0 holds both the first stage and the last

@@ -102,11 +102,12 @@ def test_mtp_with_and_without_its_weight_half() -> None:
 
 def test_reduce_grad_of_mtp() -> None:
     # MTP_W makes the gradient; where it is not split off MTP_B does
-    assert symptoms(MTP_LAST, WITH_MTP, ("<w", "<T")) == {"wrong data"}
+    assert symptoms(MTP_LAST, WITH_MTP, ("<w,T", "<T")) == {"wrong data"}
+    assert symptoms(MTP_LAST, WITH_MTP, ("<w,T", "<w")) == {"wrong data"}
     whole = replace(MTP_LAST, weights=(), blocks=("Et", "mL"))
     text = WITH_MTP.replace("1 COMPUTE: A=ATTN_F0.0<rf\n", "\n").replace("p=MTP_F0.0<A", "p=MTP_F0.0<rf")
     text = text.replace("1 COMPUTE: T=ATTN_B0.0<q\n", "\n").replace("sb=SEND_B0.0<T", "sb=SEND_B0.0<q")
-    text = text.replace("1 COMPUTE: w=MTP_W0.0<q\n", "\n").replace("r1=REDUCE_GRAD-1.0<w", "r1=REDUCE_GRAD-1.0<q")
+    text = text.replace("1 COMPUTE: w=MTP_W0.0<q\n", "\n").replace("r1=REDUCE_GRAD-1.0<w,T", "r1=REDUCE_GRAD-1.0<q")
     assert symptoms(whole, text) == set()
     assert symptoms(whole, text, ("r1=REDUCE_GRAD-1.0<q", "r1=REDUCE_GRAD-1.0<k")) == {"wrong data"}
 

@@ -25,10 +25,7 @@ Rewrite = Callable[[Program, Random, int], Program]
 def lanes_in_another_order(program: Program, random: Random, ticks: int) -> Program:
     del ticks
     draft = thaw(program)
-    tied = [lane for lane in draft.lanes if lane.kind is LaneKind.TIED]  # semantics.md: the last by index counts
     random.shuffle(draft.lanes)
-    in_order = iter(tied)
-    draft.lanes = [next(in_order) if lane.kind is LaneKind.TIED else lane for lane in draft.lanes]
     return freeze(draft)
 
 

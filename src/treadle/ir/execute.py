@@ -85,10 +85,6 @@ def makespans(program: Program, dur: Longs) -> Longs:
 def leaders(program: Program) -> Ints:
     """Return for each op the first of the ops it goes together with, or the op itself if there is none."""
     lead = np.arange(program.num_ops, dtype=np.int32)
-    opens = np.zeros(program.num_ops, bool)
-    opens[program.lane_ptr[:-1][np.diff(program.lane_ptr) > 0]] = True
-    for half in np.flatnonzero(program.joined & ~opens):  # in order, so that a row of them has one leader
-        lead[half] = lead[half - 1]
     ptr, lanes = program.groups
     size = np.diff(program.lane_ptr)
     for start, stop in pairwise(ptr):
@@ -99,7 +95,30 @@ def leaders(program: Program) -> Ints:
         first = program.lane_ptr[members[0]]
         for begin in program.lane_ptr[members[1:]]:
             lead[begin : begin + whole] = np.arange(first, first + whole)
+    if program.joined.any():
+        _join(lead, program.joined, program.lane_ptr)
     return lead
+
+
+@kernel
+def _join(lead: Ints, joined: Bools, lane_ptr: Longs) -> None:
+    """Give joined ops, and what they go together with, one leader."""
+    for lane in range(len(lane_ptr) - 1):
+        for op in range(lane_ptr[lane] + 1, lane_ptr[lane + 1]):
+            if joined[op]:
+                one, other = _leader(lead, op - 1), _leader(lead, op)
+                lead[max(one, other)] = min(one, other)
+    for op in range(len(lead)):  # leaders come before those that they lead
+        lead[op] = lead[lead[op]]
+
+
+@inlined
+def _leader(lead: Ints, op: int) -> int:
+    """Follow the leaders of an op to the one that leads itself, and shorten the way."""
+    while lead[op] != op:
+        lead[op] = lead[lead[op]]
+        op = lead[op]
+    return op
 
 
 class _Lanes(NamedTuple):
@@ -124,6 +143,7 @@ class _Progress(NamedTuple):
     start, end          of each op; `end` is -1 until the op has run
     head, free          of each lane: its next op, and when it has finished the one before
     ready               of each lane that waits for the others of its group: since when
+    behind              of each such lane: the op after those that start with its head
     arrived, longest    of each group: how many lanes wait there, and the longest duration among their ops
     first_waiter        of each op: a lane that waits for it, or -1
     next_waiter         of each waiting lane: the next one that waits for the same op, or -1
@@ -135,6 +155,7 @@ class _Progress(NamedTuple):
     head: Longs
     free: Longs
     ready: Longs
+    behind: Longs
     arrived: Ints
     longest: Longs
     first_waiter: Ints
@@ -151,6 +172,7 @@ class _Progress(NamedTuple):
             head=program.lane_ptr[:-1].copy(),
             free=np.full(num_lanes, begin, np.int64),
             ready=np.zeros(num_lanes, np.int64),
+            behind=np.zeros(num_lanes, np.int64),
             arrived=np.zeros(num_groups, np.int32),
             longest=np.zeros(num_groups, np.int64),
             first_waiter=np.full(num_ops, -1, np.int32),
@@ -194,7 +216,7 @@ def _sweep(
                 break
             takes = _duration(each, joined, table, factor, op, after, lane)
             if group >= 0:
-                count = _meet(at, groups, own, lane, group, op, time, takes, count)
+                count = _meet(at, groups, own, lane, group, op, after, time, takes, count)
                 break
             count = _run(at, op, after, time, time + takes, count)
             at.free[lane] = time + takes
@@ -325,30 +347,37 @@ def _meet(
     lane: int,
     group: int,
     op: int,
+    after: int,
     time: int,
     takes: int,
     count: int,
 ) -> int:
-    """The lane arrives at its group with `op`; the last to arrive runs the ops of all members."""
-    at.head[lane] = op
-    at.ready[lane] = time
+    """The lane arrives at its group with ops `op` to `after`; the last to arrive runs the ops of all members.
+
+    If one joins two ops that are apart on another lane, none of them ever ends.
+    """
+    at.head[lane], at.behind[lane], at.ready[lane] = op, after, time
     at.longest[group] = max(at.longest[group], takes)
     at.arrived[group] += 1
     first, last = groups.ptr[group], groups.ptr[group + 1]
     if at.arrived[group] < last - first:
         return count
     for k in range(first, last):
-        time = max(time, at.ready[groups.lane[k]])
+        member = groups.lane[k]
+        time = max(time, at.ready[member])
+        if at.behind[member] - at.head[member] != after - op:
+            return count
     end = time + at.longest[group]
     at.arrived[group], at.longest[group] = 0, 0
     for k in range(first, last):
         member = groups.lane[k]
-        mine = at.head[member]
-        if own is not None:
-            end = time + own[mine]
-        at.start[mine], at.end[mine] = time, end
-        at.free[member], at.head[member] = end, mine + 1
-        count = _wake(at, mine, count)
+        mine, behind = at.head[member], at.behind[member]
+        for one in range(mine, behind):
+            if own is not None:
+                end = time + own[one]
+            at.start[one], at.end[one] = time, end
+            count = _wake(at, one, count)
+        at.free[member], at.head[member] = end, behind
         at.todo[count] = member
         count += 1
     return count

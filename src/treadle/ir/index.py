@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from treadle.ir.columns import LaneTable, OpLabels
 from treadle.ir.kernel import inlined, kernel
-from treadle.ir.ops import OpKind
+from treadle.ir.ops import LaneKind, OpKind
 from treadle.ir.program import NEVER, Bytes, Ints, Longs, Program
 from treadle.ir.rule import FORWARD_PART, GATHER, LANES, REDUCE, STEP, TIED, Rule, Tables
 
@@ -20,6 +21,48 @@ UNKNOWN = -2
 _SEND_F, _SEND_B = int(OpKind.SEND_F), int(OpKind.SEND_B)
 
 
+class Bounds(NamedTuple):
+    """The ops that begin and end a step, of each lane, so that nothing depends on the order in which lanes are stored.
+
+    `lane[ptr[r]]` to `lane[ptr[r + 1]]`, excluding the last, are the lanes of rank r; `compute[r]` to `compute[r + 1]`
+    the numbers of its compute lanes, `number[lane]` such a number.
+    `last_gradient[compute lane, chunk, bucket]` is the last op of a chunk that adds to a weight gradient of a block of
+    the bucket or after it, `first_reader[compute lane, chunk, bucket]` the first forward op of such a block,
+    `gather[rank, chunk, bucket]` the first GATHER_PARAMS of the bucket; or NEVER. Without buckets a chunk has one.
+    `last_reduction[lane]` is the last reduction, `end[rank, turn]` the first of each op that ends a step; or NEVER.
+    """
+
+    ptr: Longs
+    lane: Ints
+    compute: Longs
+    number: Ints
+    last_gradient: Ints
+    first_reader: Ints
+    gather: Ints
+    last_reduction: Ints
+    end: Ints
+
+    @classmethod
+    def before(cls, lanes: LaneTable, tables: Tables) -> Bounds:
+        """Return the bounds of a step of which no op is known."""
+        ranks = np.arange(tables.num_ranks + 1)
+        order = np.argsort(lanes.rank, kind="stable").astype(np.int32)
+        computes = order[lanes.kind[order] == LaneKind.COMPUTE]
+        number = np.full(len(lanes.rank), NEVER, np.int32)
+        number[computes] = np.arange(len(computes))
+        of_chunk = tables.num_chunks, tables.bucket.shape[1]
+        sizes = (
+            (len(computes), *of_chunk),
+            (len(computes), *of_chunk),
+            (tables.num_ranks, *of_chunk),
+            (len(lanes.rank),),
+            (tables.num_ranks, 1 + int(tables.turn.max())),
+        )
+        none = (np.full(size, NEVER, np.int32) for size in sizes)
+        ptr, compute = (np.searchsorted(lanes.rank[of], ranks).astype(np.int64) for of in (order, computes))
+        return cls(ptr, order, compute, number, *none)
+
+
 @dataclass(frozen=True)
 class Index:
     """The place of each op by its label.
@@ -27,20 +70,12 @@ class Index:
     `key[op]` is the op's place in the index, UNKNOWN without one, NEVER for a reduction or an op that ends the step,
     which have no micro-batch.
     `first[place]` is the first op of a place, or NEVER.
-    `last_gradient[rank, chunk, bucket]` is the last op of a chunk that adds to a weight gradient of a block of the
-    bucket or after it, `first_reader[rank, chunk, bucket]` the first forward op of such a block, `gather[rank, chunk,
-    bucket]` the first GATHER_PARAMS of the bucket; or NEVER. Without buckets a chunk has one.
-    `last_of_rank[rank]` are the last REDUCE_GRAD or REDUCE_SCATTER and the last REDUCE_TIED of a rank, and the first of
-    each op that ends its step, in their order; or NEVER.
     """
 
     rule: Rule
     key: Longs
     first: Ints
-    last_gradient: Ints
-    first_reader: Ints
-    gather: Ints
-    last_of_rank: Ints
+    bounds: Bounds
     num_unknown: int
     num_double: int
 
@@ -56,24 +91,21 @@ class Index:
     def of(cls, program: Program) -> Index:
         """Make the index in one pass over the ops."""
         rule = Rule(program.layout)
-        labels, lanes = OpLabels.of(program), LaneTable.of(program)
-        return cls(rule, *_index(labels, lanes, LANES, rule.tables))
+        labels, lanes, tables = OpLabels.of(program), LaneTable.of(program), rule.tables
+        bounds = Bounds.before(lanes, tables)
+        key, first, num_unknown, num_double = _index(labels, lanes, LANES, tables, bounds)
+        return cls(rule, key, first, bounds, num_unknown, num_double)
 
 
 @kernel
 def _index(
-    labels: OpLabels, lanes: LaneTable, belongs: Bytes, tables: Tables
-) -> tuple[Longs, Ints, Ints, Ints, Ints, Ints, int, int]:
+    labels: OpLabels, lanes: LaneTable, belongs: Bytes, tables: Tables, bounds: Bounds
+) -> tuple[Longs, Ints, int, int]:
+    """Fill the index and the bounds."""
     kind, chunk, layer = labels.kind, labels.chunk, labels.layer
-    num_chunks = tables.num_chunks
-    num_places = tables.num_ranks * num_chunks * tables.num_mb * tables.num_layers * tables.num_slots
+    num_places = tables.num_ranks * tables.num_chunks * tables.num_mb * tables.num_layers * tables.num_slots
     key = np.empty(len(kind), np.int64)
     first = np.full(num_places, -1, np.int32)
-    of_buckets = tables.num_ranks, num_chunks, tables.bucket.shape[1]
-    last_gradient = np.full(of_buckets, -1, np.int32)
-    first_reader = np.full(of_buckets, -1, np.int32)
-    gather = np.full(of_buckets, -1, np.int32)
-    last_of_rank = np.full((tables.num_ranks, 3 + tables.turn.max()), -1, np.int32)
     num_unknown, num_double = 0, 0
     for lane in range(len(lanes.rank)):
         rank, peer, lane_kind = lanes.rank[lane], lanes.peer[lane], lanes.kind[lane]
@@ -83,25 +115,28 @@ def _index(
             key[op] = place
             if place < 0:
                 num_unknown += place == UNKNOWN
-                if place == NEVER and tables.role[kind[op]] == GATHER:
-                    if gather[rank, chunk[op], layer[op]] < 0:
-                        gather[rank, chunk[op], layer[op]] = op
-                elif place == NEVER:
-                    _note_last(last_of_rank, tables, kind[op], rank, op)
+                role, turn = tables.role[kind[op]], tables.turn[kind[op]]
+                if place == UNKNOWN:
+                    continue
+                if role == GATHER:
+                    if bounds.gather[rank, chunk[op], layer[op]] < 0:
+                        bounds.gather[rank, chunk[op], layer[op]] = op
+                elif role in (REDUCE, TIED):
+                    bounds.last_reduction[lane] = op
+                elif bounds.end[rank, turn] < 0:
+                    bounds.end[rank, turn] = op
                 continue
             if first[place] < 0:
                 first[place] = op
             else:
                 num_double += 1
             if tables.makes_gradient[kind[op]] or tables.role[kind[op]] == FORWARD_PART:
-                _note_bucket(last_gradient, first_reader, labels, tables, op, rank, pp)
-    return key, first, last_gradient, first_reader, gather, last_of_rank, num_unknown, num_double
+                _note_bucket(bounds, labels, tables, op, bounds.number[lane], pp)
+    return key, first, num_unknown, num_double
 
 
 @inlined
-def _note_bucket(
-    last_gradient: Ints, first_reader: Ints, labels: OpLabels, tables: Tables, op: int, rank: int, pp: int
-) -> None:
+def _note_bucket(bounds: Bounds, labels: OpLabels, tables: Tables, op: int, lane: int, pp: int) -> None:
     """Keep the last op that adds to the gradients of a bucket, and the first that reads its parameters."""
     kind, chunk = labels.kind[op], labels.chunk[op]
     stage = tables.stage[pp, chunk]
@@ -110,21 +145,9 @@ def _note_bucket(
         if not 0 <= tables.bucket[stage, number] <= block:
             continue
         if tables.makes_gradient[kind]:
-            last_gradient[rank, chunk, number] = max(op, last_gradient[rank, chunk, number])
-        elif first_reader[rank, chunk, number] < 0:
-            first_reader[rank, chunk, number] = op
-
-
-@inlined
-def _note_last(last_of_rank: Ints, tables: Tables, kind: int, rank: int, op: int) -> None:
-    """Keep the last reductions of a rank, and the first of the ops that end its step."""
-    role = tables.role[kind]
-    if role == REDUCE:
-        last_of_rank[rank, 0] = max(op, last_of_rank[rank, 0])
-    elif role == TIED:
-        last_of_rank[rank, 1] = max(op, last_of_rank[rank, 1])
-    elif last_of_rank[rank, 2 + tables.turn[kind]] < 0:
-        last_of_rank[rank, 2 + tables.turn[kind]] = op
+            bounds.last_gradient[lane, chunk, number] = op
+        elif bounds.first_reader[lane, chunk, number] < 0:
+            bounds.first_reader[lane, chunk, number] = op
 
 
 @inlined

@@ -8,11 +8,12 @@
     first reader of what was saved    its onload, where it was offloaded
     send                      the last op of the chain that makes it
     offload, onload           the last forward part of its layer; its offload
-    reduce_grad, reduce_tied  the last op of the chunk, or of the chunks that share a parameter, that makes a weight
-                              gradient
-    reduce_scatter            the last op that makes a weight gradient of its bucket's blocks, or of those after them
-    first forward of a bucket's blocks   besides its gather_params, where there is one
+    reduce_grad, reduce_tied  all ops of the chunk, or of the chunks that share a parameter, that make a weight gradient
+    reduce_scatter            all ops that make a weight gradient of its bucket's blocks, or of those after them
+    forwards of a bucket's blocks, or of those after them   besides its gather_params, where there is one
     end of the step           all gradients and their reductions; then one after the other
+
+Of "all ops" the last of each lane are needed, as lanes run in order; of the forwards the first of each lane need.
 
 Lowering writes these down as dependencies; the verifier asks whether they are kept.
 """
@@ -24,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treadle.ir.columns import LaneTable, OpLabels, Waits
-from treadle.ir.index import Index
+from treadle.ir.index import Bounds, Index
 from treadle.ir.kernel import inlined, kernel
 from treadle.ir.ops import OpKind
 from treadle.ir.program import NEVER, Bools, Bytes, Ints, Longs, Program, Shorts
@@ -80,17 +81,22 @@ class _Known(NamedTuple):
     layer: Shorts
     key: Longs
     first: Ints
-    last_gradient: Ints
-    first_reader: Ints
-    gather: Ints
-    last_of_rank: Ints
+    bounds: Bounds
 
 
 def _arguments(program: Program, index: Index) -> tuple[LaneTable, _Known, Tables]:
     labels = OpLabels.of(program)
-    ends = index.last_gradient, index.first_reader, index.gather, index.last_of_rank
-    known = _Known(labels.kind, labels.chunk, labels.layer, index.key, index.first, *ends)
+    known = _Known(labels.kind, labels.chunk, labels.layer, index.key, index.first, index.bounds)
     return LaneTable.of(program), known, index.rule.tables
+
+
+@inlined
+def _room(known: _Known, tables: Tables) -> int:
+    """Return how many ops one can need at most: of each chunk on each lane of its rank one."""
+    most = 1
+    for rank in range(tables.num_ranks):
+        most = max(most, known.bounds.ptr[rank + 1] - known.bounds.ptr[rank])
+    return int(max(_MOST_NEEDS + tables.bucket.shape[1], most * (tables.num_chunks + 1)))
 
 
 @kernel
@@ -98,7 +104,7 @@ def _list_waits(more_op: Ints, more: Ints, lanes: LaneTable, known: _Known, tabl
     num_ops, num_more = len(known.kind), len(more)
     ptr = np.zeros(num_ops + 1, np.int64)
     waits = np.empty(num_ops + num_more + 16, np.int32)
-    need = np.empty(max(_MOST_NEEDS + tables.bucket.shape[1], tables.num_chunks), np.int32)
+    need = np.empty(_room(known, tables), np.int32)
     total = at = 0
     for lane in range(len(lanes.rank)):
         rank, begin = lanes.rank[lane], lanes.ptr[lane]
@@ -123,7 +129,7 @@ def _list_unmet(
     joined: Bools | None, waits: Waits, lane_of: Ints, lanes: LaneTable, known: _Known, tables: Tables
 ) -> Ints:
     unmet = np.empty((1024, 2), np.int32)
-    need = np.empty(max(_MOST_NEEDS + tables.bucket.shape[1], tables.num_chunks), np.int32)
+    need = np.empty(_room(known, tables), np.int32)
     total = 0
     for lane in range(len(lanes.rank)):
         rank, begin = lanes.rank[lane], lanes.ptr[lane]
@@ -217,56 +223,79 @@ def _needs(known: _Known, tables: Tables, op: int, rank: int, need: Ints) -> int
 @inlined
 def _step_needs(known: _Known, tables: Tables, op: int, rank: int, need: Ints) -> int:
     """Write the needs of reductions and of what ends a step, which belong to no micro-batch."""
-    role = tables.role[known.kind[op]]
+    role, chunk = tables.role[known.kind[op]], known.chunk[op]
     if role == REDUCE:
-        need[0] = known.last_gradient[rank, known.chunk[op], known.layer[op]]
-        return 1
+        return _gradients(known.bounds, rank, chunk, known.layer[op], need, 0)
     count = 0
     if role == TIED:
-        for chunk in range(tables.num_chunks):
-            stage = tables.stage[rank // tables.num_replicas, chunk]
+        for held in range(tables.num_chunks):
+            stage = tables.stage[rank // tables.num_replicas, held]
             if tables.tied[known.layer[op], stage]:
-                need[count] = _chunk_gradient(known, tables, rank, chunk, stage)
-                count += 1
+                count = _gradients(known.bounds, rank, held, _last_bucket(tables, stage), need, count)
         return count
     if role != STEP:
         return 0
     turn = tables.turn[known.kind[op]]
     if turn > 0:
-        need[0] = known.last_of_rank[rank, 1 + turn]
+        need[0] = known.bounds.end[rank, turn - 1]
         return 1
-    gradient = -1
-    for chunk in range(tables.num_chunks):
-        stage = tables.stage[rank // tables.num_replicas, chunk]
-        gradient = max(gradient, _chunk_gradient(known, tables, rank, chunk, stage))
-    if gradient >= 0:
-        need[count] = gradient
+    return _all_gradients(known.bounds, tables, rank, need)
+
+
+@inlined
+def _last_bucket(tables: Tables, stage: int) -> int:
+    """Return the bucket of a stage that begins at block 0."""
+    last = 0
+    for number in range(tables.bucket.shape[1]):
+        if tables.bucket[stage, number] >= 0:
+            last = number
+    return last
+
+
+@inlined
+def _gradients(bounds: Bounds, rank: int, chunk: int, bucket: int, need: Ints, count: int) -> int:
+    """Add the last ops that make a weight gradient of a bucket or of those after it, or NEVER if there are none."""
+    before = count
+    for lane in range(bounds.compute[rank], bounds.compute[rank + 1]):
+        if bounds.last_gradient[lane, chunk, bucket] >= 0:
+            need[count] = bounds.last_gradient[lane, chunk, bucket]
+            count += 1
+    if count == before:
+        need[count] = NEVER
         count += 1
-    for reduction in range(2):
-        if known.last_of_rank[rank, reduction] >= 0:
-            need[count] = known.last_of_rank[rank, reduction]
+    return count
+
+
+@inlined
+def _all_gradients(bounds: Bounds, tables: Tables, rank: int, need: Ints) -> int:
+    """Write the last ops of a rank that make a weight gradient, and its last reductions, as far as there are any."""
+    count = 0
+    for lane in range(bounds.compute[rank], bounds.compute[rank + 1]):
+        gradient = -1
+        for chunk in range(tables.num_chunks):
+            last = _last_bucket(tables, tables.stage[rank // tables.num_replicas, chunk])
+            gradient = max(gradient, bounds.last_gradient[lane, chunk, last])
+        if gradient >= 0:
+            need[count] = gradient
+            count += 1
+    for place in range(bounds.ptr[rank], bounds.ptr[rank + 1]):
+        reduction = bounds.last_reduction[bounds.lane[place]]
+        if reduction >= 0:
+            need[count] = reduction
             count += 1
     return count
 
 
 @inlined
-def _chunk_gradient(known: _Known, tables: Tables, rank: int, chunk: int, stage: int) -> int:
-    """Return the last op that makes a weight gradient of a chunk: of its last bucket, which begins at block 0."""
-    last = 0
-    for number in range(tables.bucket.shape[1]):
-        if tables.bucket[stage, number] >= 0:
-            last = number
-    return int(known.last_gradient[rank, chunk, last])
-
-
-@inlined
 def _and_gathers(known: _Known, tables: Tables, op: int, rank: int, need: Ints, count: int) -> int:
-    """Add the gathers of the buckets whose parameters this op reads first, and return how many ops are needed then."""
-    chunk = known.chunk[op]
+    """Add the gathers of the buckets whose parameters this op reads first on its lane; return how many are needed."""
+    chunk, bounds = known.chunk[op], known.bounds
     for number in range(tables.bucket.shape[1]):
-        if known.first_reader[rank, chunk, number] == op and known.gather[rank, chunk, number] >= 0:
-            need[count] = known.gather[rank, chunk, number]
-            count += 1
+        gather = bounds.gather[rank, chunk, number]
+        for lane in range(bounds.compute[rank], bounds.compute[rank + 1]):
+            if gather >= 0 and bounds.first_reader[lane, chunk, number] == op:
+                need[count] = gather
+                count += 1
     return count
 
 

@@ -77,7 +77,7 @@ def with_step_end(
     layout = replace(program.layout, tied=tied, step_end=step_end, buckets=buckets)
     program = replace(program, layout=layout)
     index = Index.of(program) if index is None or buckets else index
-    last, reader = index.last_gradient, index.first_reader
+    last, reader = index.bounds.last_gradient, index.bounds.first_reader  # a compute lane is a rank here
     first_ops = _in_order(reader, layout) if gather else None
     last_ops = _in_order(last, layout) if reduce else None
     program = append_lanes(program, _lanes(layout, first_ops, last_ops), moved)
@@ -159,14 +159,13 @@ def _with_waits(program: Program, last: Ints, reader: Ints) -> Program:
     for number, shares in enumerate(_shares(layout)):
         op, rank = ties[tie == number], holders[tie == number]
         waits.append((np.repeat(op, shares[rank].sum(axis=1)), of_chunk[rank][shares[rank]]))
-    ends = np.full((pp, 3), NEVER, np.int32)  # the last gradient of each rank, its last reduction, that of a tie
+    ends = np.full((pp, 2), NEVER, np.int32)  # the last gradient of each rank, and its last reduction
     ends[:, 0] = of_chunk.max(axis=1)
     ends[ranks_of(program, reduces), 1] = reduces
-    ends[holders, 2] = ties
     first = clips if len(clips) else optimizers
     if len(first):
         rank, which = np.nonzero(ends >= 0)
-        waits.append((first[rank], ends[rank, which]))
+        waits += [(first[rank], ends[rank, which]), (first[holders], ties)]
     if len(clips):
         waits.append((optimizers, clips))
     if layout.buckets:

@@ -50,7 +50,6 @@ class _Chains:
     def together(self, op: int) -> list[int]:
         """The ops that start and end with this one, itself among them."""
         lead = int(self.lead[op])
-        lead = int(self.lead[lead])
         return [int(i) for i in self.order[self.starts[lead] : self.starts[lead + 1]]]
 
     def before(self, op: int) -> Iterator[int]:
