@@ -123,6 +123,7 @@ def draw(
         The path of the file, or the picture.
 
     Raises:
+        TypeError: something else is to be drawn.
         ValueError: it cannot be drawn that way.
         ImportError: a figure needs matplotlib.
 
@@ -138,9 +139,11 @@ def draw(
     listed: list[Any] = list(shown) if several else [shown]  # type: ignore[arg-type]
     for each in listed:
         if not isinstance(each, Target):
-            raise ValueError(
+            raise TypeError(
                 f"draw takes a Schedule, a Program, a Trace, an UpdatePlan or a list of them, got {type(each).__name__}"
             )
+    if names is not None and len(names) != len(listed):
+        raise ValueError(f"names are one for each of {len(listed)}, got {len(names)}")
     named = list(zip(names_of(listed), listed, strict=True))
     steps = steps_of(named, checked_costs(costs), checked_options(options))
     found = [Shown.of(replace(step, name=_own_name(step))) for step in steps]

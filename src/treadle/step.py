@@ -27,7 +27,7 @@ from treadle.passes.cells import ReceiveOrder, lower_cells
 from treadle.passes.cut import common_layers
 from treadle.passes.issue_order import issue_order
 from treadle.simulator import Metrics, PathSummary, critical_path, measure, simulate, summarize_path
-from treadle.simulator.slowness import Factors, Stragglers, slow_factors
+from treadle.simulator.slowness import Factors, Stragglers, checked_factors, slow_factors
 from treadle.verifier import Communicators, Finding, VerifyReport, verify_program, verify_schedule
 from treadle.verifier.communicator_checks import judge_in_turn
 from treadle.verifier.communicator_queues import Judgement, out_of_turn
@@ -344,7 +344,7 @@ class Step:
     def _factors(self, num_ranks: int) -> Factors | None:
         """Return the factor of each rank; None if none is slower."""
         if not isinstance(self.slowness, int | float):
-            return self.slowness
+            return checked_factors(self.slowness, num_ranks)
         return slow_factors(num_ranks, self.slowness, self.stragglers, self.seed)
 
 
@@ -356,6 +356,8 @@ def steps_of(targets: Sequence[tuple[str, Target]], costs: Costs, options: Lower
             layers in all of them.
 
     """
+    if options != WHOLE_CELLS and not any(isinstance(target, Schedule) for _, target in targets):
+        raise ValueError("options set how Schedules are lowered, and all of these are lowered already; leave them out")
     _check_stages(targets, costs)
     held = hold_model(targets, costs, options) if len(targets) > 1 else options
     return [Step(target, costs, held, name=name) for name, target in targets]

@@ -366,16 +366,16 @@ def _once_a_step_needs(machine: Machine, op: Op) -> Iterator[Op | None]:
     """What reductions and the end of a step need."""
     rank, step_end = op.name.rank, machine.rules.layout.step_end
     if op.kind == OpKind.REDUCE_GRAD:
-        yield from _gradients(machine, rank, op.name.chunk) or [None]
+        yield from _some(_gradients(machine, rank, op.name.chunk))
     elif op.kind == OpKind.REDUCE_SCATTER:
         first = machine.rules.buckets(rank, op.name.chunk)[op.name.layer]
         made = [it for it in _gradients(machine, rank, op.name.chunk) if machine.rules.block(it.name) >= first]
-        yield from made or [None]
+        yield from _some(made)
     elif (op.kind, op.name.layer) in machine.rules.chains(rank, op.name.chunk).forward:
         yield from _gathers_needed(machine, op)
     elif op.kind == OpKind.REDUCE_TIED:
         for chunk in machine.rules.tied_chunks(rank, op.name.layer):
-            yield from _gradients(machine, rank, chunk) or [None]
+            yield from _some(_gradients(machine, rank, chunk))
     elif op.kind == OpKind.CLIP or (op.kind == OpKind.OPTIMIZER and OpKind.CLIP not in step_end):
         for chunk in machine.rules.chunks:
             yield from _gradients(machine, rank, chunk)
@@ -383,6 +383,11 @@ def _once_a_step_needs(machine: Machine, op: Op) -> Iterator[Op | None]:
     elif op.kind in (OpKind.OPTIMIZER, OpKind.GATHER_PARAMS) and op.kind in step_end:
         wanted = OpKind.CLIP if op.kind == OpKind.OPTIMIZER else OpKind.OPTIMIZER
         yield next((it for it in _known(machine, rank) if it.kind == wanted), None)
+
+
+def _some(ops: list[Op]) -> list[Op | None]:
+    """Ops of which there must be one."""
+    return [*ops] if ops else [None]
 
 
 def _gathers_needed(machine: Machine, op: Op) -> Iterator[Op]:

@@ -254,7 +254,8 @@ def swap_receives(draft: Draft, random: Random) -> bool:
 
 def repair(draft: Draft, random: Random) -> bool:
     """A pair is split, or an op is joined to the one before it, or to one that is brought next to it."""
-    lanes = [lane for lane in draft.lanes if lane.kind == LaneKind.COMPUTE and len(lane.ops) > 1]
+    anywhere = random.random() < 0.2
+    lanes = [lane for lane in draft.lanes if (anywhere or lane.kind == LaneKind.COMPUTE) and len(lane.ops) > 1]
     if not lanes or (draft.layout.by_layer and random.random() < 0.7):
         return False
     lane = random.choice(lanes)

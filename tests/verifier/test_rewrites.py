@@ -2,71 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
 
 import treadle
+from tests.support.brute_force_program import execute as run_by_text
 from tests.support.budget import Budget
-from tests.support.program_mutations import MUTATIONS, Record, freeze, mutate_program, thaw
+from tests.support.held_verdicts import hold_to_oracle
+from tests.support.program_mutations import MUTATIONS, freeze, mutate_program, thaw
+from tests.support.rewrites import REWRITES, more_micro_batches
+from tests.support.written_blocks import SOUND_BLOCKS
+from tests.support.written_programs import SOUND, read
 from tests.verifier.test_program_mutations import random_program
 from treadle.ir.execute import execute
-from treadle.ir.ops import LaneKind, OpKind
-from treadle.ir.program import Program
+from treadle.ir.ops import OpKind
+from treadle.ir.program import Layout, Program
 from treadle.schedules import SCHEDULES
 from treadle.verifier import verify_program
-
-Rewrite = Callable[[Program, Random, int], Program]
-"""Returns the same step in other columns; every op takes so many ticks."""
-
-
-def lanes_in_another_order(program: Program, random: Random, ticks: int) -> Program:
-    del ticks
-    draft = thaw(program)
-    random.shuffle(draft.lanes)
-    return freeze(draft)
-
-
-def receives_first(program: Program, random: Random, ticks: int) -> Program:
-    del random, ticks
-    draft = thaw(program)
-    draft.lanes.sort(key=lambda lane: lane.kind is not LaneKind.RECV)
-    return freeze(draft)
-
-
-def dependencies_in_another_order(program: Program, random: Random, ticks: int) -> Program:
-    del ticks
-    draft = thaw(program)
-    for op in draft.ops:
-        random.shuffle(op.deps)
-    return freeze(draft)
-
-
-def longer_chains(program: Program, random: Random, ticks: int) -> Program:
-    """Each dependency becomes one on an op that has waited for it, and has ended by then."""
-    draft, times = thaw(program), execute(program, np.full(program.num_ops, ticks, np.int64))
-    ops, number = draft.ops, {id(op): at for at, op in enumerate(draft.ops)}
-    after: dict[int, list[Record]] = {}
-    for op in ops:
-        for dep in op.deps:
-            after.setdefault(id(dep), []).append(op)
-    for op in ops:
-        start = times.start[number[id(op)]]
-        for at, dep in enumerate(op.deps):
-            between = [mid for mid in after.get(id(dep), ()) if 0 <= times.end[number[id(mid)]] <= start]
-            if dep is not None and start >= 0 and between and random.random() < 0.7:
-                op.deps[at] = random.choice(between)
-    return freeze(draft)
-
-
-REWRITES: tuple[Rewrite, ...] = (
-    lanes_in_another_order,
-    receives_first,
-    dependencies_in_another_order,
-    longer_chains,
-)
 
 
 def verdict(program: Program, ticks: int) -> tuple[set[str], int | None]:
@@ -80,7 +35,7 @@ def verdict(program: Program, ticks: int) -> tuple[set[str], int | None]:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_rewritten_program_has_the_same_verdict(name: str, budget: Budget) -> None:
     random = Random(name)
-    for number in budget.draws(least=len(REWRITES)):
+    for number in budget.draws(least=2 * len(REWRITES)):
         program = random_program(SCHEDULES[name], random)
         rewrite = REWRITES[number % len(REWRITES)]
         assert verdict(rewrite(program, random, 1), 3) == verdict(program, 1) == (set(), verdict(program, 1)[1]), (
@@ -98,6 +53,46 @@ def test_a_rewritten_damaged_program_has_the_same_verdict(name: str, budget: Bud
         damaged = mutate_program(program, random, MUTATIONS[number % len(MUTATIONS)])
         rewrite = REWRITES[number % (len(REWRITES) - 1)]
         assert verdict(rewrite(damaged, random, 1), 1) == verdict(damaged, 1), (number, rewrite)
+
+
+WRITTEN = [*SOUND, *SOUND_BLOCKS]
+
+
+@pytest.mark.parametrize("number", range(len(WRITTEN)))
+def test_a_rewritten_text_has_the_same_verdict(number: int, budget: Budget) -> None:
+    """The hand-written programs, sound and damaged, judged by the executor that is written from the semantics too."""
+    random = Random(number)
+    program, _ = read(*WRITTEN[number])
+    for draw in budget.draws(least=4 * len(REWRITES)):
+        damaged = mutate_program(program, random) if draw % 4 else program
+        rewrite = REWRITES[draw % (len(REWRITES) - (damaged is not program))]
+        rewritten = rewrite(damaged, random, 1)
+        assert verdict(rewritten, 1) == verdict(damaged, 1), rewrite
+        hold_to_oracle(rewritten, np.ones(rewritten.num_ops, np.int64), run_by_text(rewritten, [1] * rewritten.num_ops))
+
+
+@pytest.mark.parametrize(("layout", "text"), WRITTEN)
+def test_a_text_with_more_micro_batches_is_as_sound(layout: Layout, text: str) -> None:
+    program, _ = read(layout, text)
+    for times in (2, 3, 7):
+        more = more_micro_batches(program, times)
+        codes, makespan = verdict(more, 1)
+        assert codes == set()
+        assert makespan is not None
+        assert makespan <= times * (verdict(program, 1)[1] or 0)
+        hold_to_oracle(more, np.ones(more.num_ops, np.int64), run_by_text(more, [1] * more.num_ops))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_more_of_the_same_is_as_sound(name: str) -> None:
+    """More micro-batches, more layers and both: clean, and each adds the same time to the step."""
+    options = treadle.LoweringOptions(moe=True, offload=True, recompute=("attn",), layers=1, tied=((0, -1),))
+    for mb in (8, 16, 32):
+        schedule = treadle.generate(name, pp=4, microbatches=mb)
+        for layers in (1, 2, 5):
+            program = treadle.lower(schedule, treadle.load_costs("unit"), replace(options, layers=layers))
+            codes, _ = verdict(program, 1)
+            assert codes == set(), (mb, layers)
 
 
 @pytest.mark.parametrize("num_mb", [60, 80, 160])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 from treadle.costs import Costs, load_costs
 from treadle.host.errors import named
@@ -18,6 +18,7 @@ from treadle.simulator.predict import simulate as simulate_program
 from treadle.simulator.slowness import Factors
 from treadle.step import Step, Target, steps_of
 from treadle.verifier import Communicators, ReceiveOrder, VerifyReport
+from treadle.verifier.communicator_queues import COMMUNICATORS
 from treadle.weights.update_plan import UpdatePlan
 
 CostsOrName: TypeAlias = Costs | str
@@ -96,6 +97,10 @@ def verify(
     """
     if not isinstance(target, Schedule | Program | Trace):
         raise TypeError(f"verify takes a Schedule, a Program or a Trace, got {named(target)}; {_way_out(target)}")
+    if communicators not in (None, *COMMUNICATORS):
+        raise ValueError(f"communicators are None or one of {', '.join(COMMUNICATORS)}, got {communicators!r}")
+    if receives not in get_args(ReceiveOrder):
+        raise ValueError(f"receives are one of {', '.join(get_args(ReceiveOrder))}, got {receives!r}")
     step = make_step(target, costs, options)
     return step.verify(
         receives=receives,

@@ -61,6 +61,10 @@ def make_trace(program: Program, columns: Mapping[str, Column], timing: Timing, 
     return trace
 
 
+_MOST_ABSENT = 1000
+"""How many times as many labels as ops a layout may name: all that reads a Program makes tables of its labels."""
+
+
 def check_program(program: Program, source: str) -> None:
     """Types, lengths, pointers and the range of every number."""
     for name in COLUMNS:
@@ -74,6 +78,13 @@ def check_program(program: Program, source: str) -> None:
     _check_pointer("dep_ptr", program.dep_ptr, num_ops, len(program.dep), source)
     for name, (low, high) in _limits(program).items():
         _check_range(name, getattr(program, name), low, high, source)
+    layout = program.layout
+    labels = layout.num_ranks * layout.placement.vpp * layout.num_mb * max(1, layout.max_layers)
+    if labels > _MOST_ABSENT * (num_ops + _MOST_ABSENT):
+        raise ValueError(
+            f"{source}: its layout names {labels} layers over all ranks, chunks and micro-batches, and there are "
+            f"{num_ops} ops; it is not the layout of these ops"
+        )
     opens = program.lane_ptr[:-1][np.diff(program.lane_ptr) > 0]
     if program.joined[opens].any():
         op = int(opens[program.joined[opens]][0])

@@ -25,6 +25,7 @@ from treadle.ir.ops import OpKind
 from treadle.ir.placement import MOST_CHUNKS, Placement
 from treadle.ir.program import SAVED_UNITS, Layout
 from treadle.ir.schedule import MOST_MICROBATCHES
+from treadle.ir.show import CLOCK_UNITS
 from treadle.ir.trace import Clock, Trace
 
 VERSION = 1
@@ -174,8 +175,8 @@ def read_timing(fields: Fields) -> Timing:
     clock = fields.inner("clock")
     clock.expect(("unit", "ticks"))
     unit = clock.text("unit")
-    if not unit or not unit.isprintable():
-        raise clock.error("unit", "a printable text", unit)
+    if unit not in CLOCK_UNITS:
+        raise clock.error("unit", f"one of {', '.join(CLOCK_UNITS)}", unit)
     return Timing(Clock(unit, clock.whole("ticks", 1, 2**53)), fields.text("about"), fields.flag("measured"))
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from treadle.files.torch_csv import Issued, issued, parse
 from treadle.ir import Kind, Schedule
@@ -41,6 +41,8 @@ def dump(schedule: Schedule, *, receives: Receives | None = None, fsdp: bool = F
         ValueError: the form cannot carry the schedule, or it does not finish.
 
     """
+    if receives not in (None, *get_args(Receives)):
+        raise ValueError(f"receives are {' or '.join(get_args(Receives))}, got {receives!r}; None keeps the order")
     if receives is not None or not schedule.issue:
         schedule = replace(schedule, issue=())
         if schedule.placement.num_pipes == 1:  # others `issued` refuses

@@ -43,6 +43,8 @@ class Placement:
     def __post_init__(self) -> None:
         if self.vpp > MOST_CHUNKS:
             raise ValueError(f"a rank holds at most {MOST_CHUNKS} chunks, got {self.vpp}")
+        if not self.stages:
+            raise ValueError("a placement has 1 or more ranks, got 0")
         widths = {len(row) for row in self.stages}
         if widths != {len(self.pipes)}:
             raise ValueError(

@@ -82,6 +82,10 @@ class Schedule(ShownInNotebooks):
     receives: Mapping[Channel, tuple[Action, ...]] = field(default_factory=dict)
     issue: tuple[tuple[Turn, ...], ...] = ()
 
+    def __hash__(self) -> int:
+        """Hash what is hashable; schedules that differ in `receives` alone share a hash."""
+        return hash((self.name, self.placement, self.num_microbatches, self.rows, self.issue))
+
     def __post_init__(self) -> None:
         if not self.name.isprintable():
             raise ValueError(f"a schedule's name is one line of printable text, got {self.name!r}")

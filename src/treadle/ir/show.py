@@ -15,11 +15,18 @@ def counted(count: int, name: str) -> str:
     return f"{count} {name}" + ("" if count == 1 else "es" if name.endswith("ch") else "s")
 
 
+SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+"""Seconds of a unit."""
+
+CLOCK_UNITS = (*SECONDS, "unit")
+"""The units that a clock can have: those of real time, and a unit of costs without one."""
+
+_BYTES = (("EB", 1e18), ("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
 def show_bytes(size: float) -> str:
     """A number of bytes: `22.5 GB`, `300 bytes`."""
-    unit, scale = next(
-        ((u, s) for u, s in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if size >= s), ("bytes", 1)
-    )
+    unit, scale = next(((u, s) for u, s in _BYTES if float(f"{size:.4g}") >= s), ("bytes", 1))
     return f"{size / scale:.4g} {unit}"
 
 
@@ -39,6 +46,6 @@ def show_time(clock: Clock, ticks: float) -> str:
     """A time, with its unit where it is a real one: `2.172 s`, `14`."""
     if clock.unit == "unit":
         return f"{clock.show(ticks):.6g}"
-    seconds = ticks / clock.ticks * {"us": 1e-6, "ms": 1e-3}[clock.unit]
-    unit, scale = next(((u, s) for u, s in (("s", 1), ("ms", 1e-3)) if seconds >= s), ("us", 1e-6))
+    seconds = ticks / clock.ticks * SECONDS[clock.unit]
+    unit, scale = next(((u, s) for u, s in (("s", 1), ("ms", 1e-3)) if float(f"{seconds:.4g}") >= s), ("us", 1e-6))
     return f"{seconds / scale:.4g} {unit}"

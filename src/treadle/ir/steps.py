@@ -22,6 +22,7 @@ class Steps:
     end: Longs
     clock: Clock = MICROSECONDS
     about: str = ""
+    measured: bool = True
 
     def __post_init__(self) -> None:
         wanted = (len(self.numbers), self.program.num_ops)
@@ -38,7 +39,7 @@ class Steps:
     @classmethod
     def of(cls, trace: Trace) -> Steps:
         """One step."""
-        return cls(trace.program, (0,), trace.start[None], trace.end[None], trace.clock, trace.about)
+        return cls(trace.program, (0,), trace.start[None], trace.end[None], trace.clock, trace.about, trace.measured)
 
     @cached_property
     def makespans(self) -> Longs:
@@ -86,7 +87,7 @@ class Steps:
         at = self.numbers.index(number)
         first = int(self.start[at].min())
         start, end = self.start[at] - first, self.end[at] - first
-        return Trace(self.program, start, end, self.clock, f"{self.about}, step {number}", measured=True)
+        return Trace(self.program, start, end, self.clock, f"{self.about}, step {number}", self.measured)
 
 
 def _listed(numbers: tuple[int, ...]) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from treadle.ir.notebook_forms import ShownInNotebooks
 from treadle.ir.program import Longs, Program
+from treadle.ir.show import SECONDS
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,6 @@ class Clock:
 
 MICROSECONDS = Clock("us", 1000)
 """Real time: a tick is a nanosecond, people read microseconds."""
-
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-"""Seconds of a unit."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,9 +65,9 @@ class Trace(ShownInNotebooks):
             ValueError: the clock counts units, which have no length in seconds.
 
         """
-        if self.clock.unit not in _SECONDS:
+        if self.clock.unit not in SECONDS:
             raise ValueError(
                 f"this trace counts in {self.clock.unit}s, which have no length in seconds; "
                 "trace.clock.show(trace.makespan) counts them, and costs in microseconds give seconds"
             )
-        return self.makespan / self.clock.ticks * _SECONDS[self.clock.unit]
+        return self.makespan / self.clock.ticks * SECONDS[self.clock.unit]

@@ -131,7 +131,7 @@ def _shape(schedule: Schedule, costs: Costs, options: LoweringOptions) -> Shape:
         moved={kind: costs.message_bytes(kind) for kind in MOVES_BYTES},
         kept=options.kept,
         saved_unit=unit,
-        tied=tuple(tuple(sorted(stage % num_stages for stage in tie)) for tie in options.tied),
+        tied=tuple(options.cut_ties(num_stages)),
         step_end=tuple(kind for kind in costs.step_end if not (buckets and kind in BUCKET_OPS)),
         buckets=buckets,
         stage_scale=costs.stage_factors("saved_factor", num_stages) if unit == "bytes" else (),

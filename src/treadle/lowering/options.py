@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Integral
 
 from treadle.costs import Costs
 from treadle.ir import Schedule
@@ -17,6 +18,10 @@ from treadle.passes.cut import cut_layers
 
 PARTS = tuple(by_part(OpPhase.R))
 """The parts of a layer that can be recomputed."""
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 @dataclass(frozen=True)
@@ -126,13 +131,16 @@ class LoweringOptions:
                 raise ValueError(
                     f"blocks say which layers are dense (d) and where MTP blocks are (m), got {self._besides}"
                 )
-        if self.model_layers is not None and self.model_layers < 1:
+        if self.model_layers is not None and not _is_whole(self.model_layers, 1):
             raise ValueError(f"a model has at least 1 layer, got {self.model_layers}")
+        layers = self.layers if isinstance(self.layers, tuple) else (self.layers,)
+        if any(count is not None and not _is_whole(count, 0) for count in layers) or self.layers == 0:
+            raise ValueError(f"layers of a stage are a whole number from 1, got {_listed(self.layers)}")
         for name in ("dense", "mtp"):
-            if getattr(self, name) is not None and getattr(self, name) < 0:
+            if getattr(self, name) is not None and not _is_whole(getattr(self, name), 0):
                 raise ValueError(f"{name} is a whole number from 0, got {getattr(self, name)}")
         for name in ("ep", "dp"):
-            if getattr(self, name) < 1:
+            if not _is_whole(getattr(self, name), 1):
                 raise ValueError(f"{name} is a whole number from 1, got {getattr(self, name)}")
         if isinstance(self.buckets, int) and self.buckets < 1:
             raise ValueError(f"a bucket has at least 1 block, got {self.buckets}")
@@ -140,9 +148,17 @@ class LoweringOptions:
             raise ValueError(f"the fraction kept after the dgrad is from 0 to 1, got {self.kept}")
         if self.ep > 1 and not self.moe:
             raise ValueError(f"expert parallelism needs MoE layers, got ep {self.ep}; add `layers=N` `moe=True`")
-        unknown = [part for part in self.recompute if part not in PARTS]
-        if unknown or len(set(self.recompute)) != len(self.recompute):
-            raise ValueError(f"parts that are recomputed are attn and mlp, got {', '.join(self.recompute)}")
+        recompute = (self.recompute,) if isinstance(self.recompute, str) else self.recompute
+        if recompute != self.recompute or set(recompute) - set(PARTS) or len(set(recompute)) != len(recompute):
+            raise ValueError(
+                f"parts that are recomputed are attn and mlp, got {', '.join(recompute)}; give each once, in a tuple "
+                "such as `recompute=('attn',)`"
+            )
+        if len(set(self.split)) != len(self.split) or set(self.split) - set(WEIGHTS):
+            raise ValueError(
+                f"wgrads that run apart are some of {', '.join(kind.name for kind in WEIGHTS)}, each once, "
+                f"got {self.split!r}"
+            )
 
     @property
     def _besides(self) -> str:
@@ -192,6 +208,11 @@ class LoweringOptions:
             return self.blocks
         layers = self._layers(num_stages, costs)
         if not any(layers):
+            if self.dense or self.mtp:
+                raise ValueError(
+                    f"{self._besides} is of a model whose number of layers is not known; add `model_layers=N`, or "
+                    "`layers=N` for each stage"
+                )
             return ("",) * num_stages
         rows = ["t" * count for count in layers]
         dense = self.dense if self.dense is not None else costs.model.get("dense", 0)
@@ -207,7 +228,22 @@ class LoweringOptions:
         size = self.buckets
         if isinstance(size, int):
             return tuple((*range(len(row) - size, 0, -size), 0) for row in blocks)
+        for stage, (firsts, row) in enumerate(zip(size or (), blocks, strict=False)):
+            if max(firsts, default=0) >= len(row):
+                raise ValueError(
+                    f"the buckets of stage {stage} begin at its blocks 0 to {len(row) - 1}, got {_listed(firsts)}"
+                )
         return size or ()
+
+    def cut_ties(self, num_stages: int) -> Iterator[tuple[int, ...]]:
+        """Yield the stages of each tie, counted from the first."""
+        for tie in self.tied:
+            if not all(-num_stages <= stage < num_stages for stage in tie):
+                raise ValueError(
+                    f"a tie is of stages 0 to {num_stages - 1}, or from the last on -1 to {-num_stages}, "
+                    f"got {_listed(tie)}"
+                )
+            yield tuple(sorted(stage % num_stages for stage in tie))
 
     def _num_mtp(self, costs: Costs) -> int:
         said = costs.model.get("mtp", 0)

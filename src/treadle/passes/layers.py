@@ -199,8 +199,11 @@ def template(cell: CellKind, forward: str, backward: str, shape: ShapeKey, carry
     parts: list[TemplateOp] = []
     slots: list[int] = []
     held = TemplateOp(OpKind.ATTN_W, 0, Half.CARRIED) if carry_in else None
+    computes = counted = 0
     for slot in _slots(cell, forward, backward, shape):
-        slots.append(sum(part.kind.lane is LaneKind.COMPUTE for part in parts))
+        computes += sum(part.kind.lane is LaneKind.COMPUTE for part in parts[counted:])
+        counted = len(parts)
+        slots.append(computes)
         for part in slot:
             if not _is_there(part, rows[part.half], shape) or (carry_out and part == _CARRIED_OUT):
                 continue

@@ -100,21 +100,25 @@ class Family:
             return sum(changes), -(other.pp + other.vpp + other.microbatches)
 
         def closest(pps: Iterable[int]) -> Size | None:
-            found = (
-                done
-                for pp in pps
-                for vpp in self.vpps or range(1, min(asked.vpp, MOST_CHUNKS) + 1)
-                if (done := self._nearest_microbatches(Size(pp, vpp, asked.microbatches))) is not None
-            )
-            return min(found, key=distance, default=None)
+            best: Size | None = None
+            for pp in pps:
+                for vpp in sorted(self.vpps or range(1, min(asked.vpp, MOST_CHUNKS) + 1), key=lambda n: -n):
+                    least = distance(Size(pp, vpp, asked.microbatches))
+                    if best is not None and least[0] > distance(best)[0]:
+                        continue
+                    done = self._nearest_microbatches(Size(pp, vpp, asked.microbatches))
+                    if done is not None and (best is None or distance(done) < distance(best)):
+                        best = done
+            return best
 
         # A cluster is what it is: another number of ranks only where no number of micro-batches helps.
         return closest([asked.pp]) or closest(range(max(1, asked.pp - 4), asked.pp + 5))
 
     def _nearest_microbatches(self, size: Size) -> Size | None:
         """Return the size with the nearest number of micro-batches that can be done; ranks and chunks stay."""
+        most = max(1, min(size.microbatches, MOST_FORWARDS // (size.pp * size.vpp)))
         for delta in range(2 * size.pp + 2):
-            for num_mb in (size.microbatches + delta, size.microbatches - delta):
+            for num_mb in (most + delta, most - delta):
                 closest = Size(size.pp, size.vpp, num_mb)
                 if self._why_not(closest) is None:
                     return closest

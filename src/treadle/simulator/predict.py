@@ -72,8 +72,8 @@ def simulate(program: Program, costs: Costs | Durations, *, slowness: float | Fa
 
 def _slower(program: Program, slowness: float | Factors, seed: int) -> tuple[Factors | None, str]:
     """Return the factor of each rank, if any differs, and the words for it."""
-    if isinstance(slowness, np.ndarray):
-        factor = checked_factors(slowness, program.num_ranks)
+    if not isinstance(slowness, int | float):
+        factor = checked_factors(np.asarray(slowness), program.num_ranks)
         return factor, f", {np.count_nonzero(factor != 1.0)} of {len(factor)} ranks slower"
     if not slowness:
         return None, ""

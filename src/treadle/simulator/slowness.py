@@ -53,7 +53,17 @@ class Stragglers:
 
 
 def random_factors(num_ranks: int, slowness: float, seed: int | Sequence[int]) -> Factors:
-    """Return a factor for each rank, slower by a random share of up to `slowness`."""
+    """Return a factor for each rank, slower by a random share of up to `slowness`.
+
+    Raises:
+        ValueError: `slowness` is no finite number from 0.
+
+    """
+    if not isinstance(slowness, int | float | np.number) or not 0 <= slowness < np.inf:
+        raise ValueError(
+            f"slowness is a share from 0, such as 0.05 for ranks up to 5 % slower, or an array with a factor for each "
+            f"of {num_ranks} ranks, got {slowness!r}"
+        )
     factors: Factors = 1.0 + slowness * np.random.default_rng(seed).random(num_ranks)
     return factors
 

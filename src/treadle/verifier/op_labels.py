@@ -30,8 +30,11 @@ def check_labels(program: Program, index: Index) -> Iterator[Finding]:
         for op in np.flatnonzero(index.key == UNKNOWN)[:MOST]:
             yield _unknown(program.op(int(op)))
     if index.num_double:
-        for place in np.flatnonzero(index.count > 1)[:MOST]:
-            again = program.op(int(np.flatnonzero(index.key == place)[-1]))
+        places = np.flatnonzero(index.count > 1)[:MOST]
+        ops = np.flatnonzero(np.isin(index.key, places))
+        last = dict(zip(index.key[ops].tolist(), ops.tolist(), strict=True))
+        for place in places.tolist():
+            again = program.op(last[place])
             yield Finding.at("T102", again, f"{again} runs more than once")
     for rank, chunk, mb, layer, kind in _list_missing(program, index):
         op = Op(NEVER, OpKind(int(kind)), _NOWHERE, int(mb), int(chunk), int(layer), NEVER)

@@ -65,18 +65,18 @@ def verify_program(
             f"{program.layout.saved_unit}; lower it with costs that have [saved_bytes] attn and mlp (embed and head "
             "too, if they have [ends])"
         )
-    program = with_ring(program, ring)
+    pipeline, program = program, with_ring(program, ring)
     # Kernels hold no lock, so what does not depend on each other runs side by side.
     with ThreadPoolExecutor(max_workers=2) as pool:
         executed = pool.submit(execute, program, dur)
-        launched = pool.submit(_launches, program, dur)
+        launched = pool.submit(_launches, pipeline, program, dur, ring)
         index = Index.of(program)
         unmet = unmet_needs(program, index)
         times, launch_findings = executed.result(), launched.result()
     findings = [*check_labels(program, index), *check_never(program), *check_groups(program)]
     findings += check_waits(program, unmet, times)
     if not times.finished:
-        findings += _deadlocks(program, times.num_left)
+        findings += _deadlocks(Graph.of(pipeline, ring=ring), pipeline, times.num_left)
     hangs = not times.finished or any(finding.code == "T205" for finding in findings)
     findings += [finding for finding in launch_findings if finding.steps == () or not hangs]
     order = IssueOrder.early(program) if communicators is not None and not hangs else None
@@ -90,14 +90,13 @@ def verify_program(
     return VerifyReport(program.num_ranks, 0, program.num_ops, worst_first(findings), (), held, layout.saved_unit)
 
 
-def _deadlocks(program: Program, num_never: int) -> Iterator[Finding]:
-    graph = Graph.of(program)
+def _deadlocks(graph: Graph, program: Program, num_never: int, code: str = "T201") -> Iterator[Finding]:
     stuck = graph.stuck()
     if stuck.any():
-        yield deadlock(program, graph, stuck, num_never)
+        yield deadlock(program, graph, stuck, num_never, code)
 
 
-def _launches(program: Program, dur: Longs) -> list[Finding]:
+def _launches(pipeline: Program, program: Program, dur: Longs, ring: int | None) -> list[Finding]:
     """T206: the ranks' launch orders are none, or, taken together, lead in a circle."""
     if not (program.launch >= 0).any():
         return []
@@ -108,9 +107,7 @@ def _launches(program: Program, dur: Longs) -> list[Finding]:
     times = execute(program, dur, after=previous)
     if times.finished:
         return []
-    graph = Graph.of(program, launch=True)
-    stuck = graph.stuck()
-    return [deadlock(program, graph, stuck, times.num_left, code="T206")] if stuck.any() else []
+    return list(_deadlocks(Graph.of(pipeline, ring=ring, launch=True), pipeline, times.num_left, "T206"))
 
 
 def _malformed_launch(program: Program) -> Finding | None:

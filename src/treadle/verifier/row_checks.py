@@ -63,11 +63,14 @@ def _missing(schedule: Schedule, kind: Kind, where: npt.NDArray[np.bool_]) -> It
 def _double(
     schedule: Schedule, actions: Actions, kind: Kind, where: npt.NDArray[np.bool_], why: str
 ) -> Iterator[Finding]:
+    if not where.any():
+        return
+    mine = np.flatnonzero(actions.kind == kind)
+    places = zip(actions.rank[mine].tolist(), actions.mb[mine].tolist(), actions.chunk[mine].tolist(), strict=True)
+    last = dict(zip(places, actions.cell[mine].tolist(), strict=True))
     for pipe, stage, mb in np.argwhere(where)[:MOST]:
         rank, chunk = schedule.placement.holder(int(stage), int(pipe))
-        same = (actions.kind == kind) & (actions.rank == rank) & (actions.mb == mb) & (actions.chunk == chunk)
-        cell = int(actions.cell[np.flatnonzero(same)[-1]])
-        yield Finding("T102", rank, cell, f"{Action(kind, int(mb), chunk)} {why}")
+        yield Finding("T102", rank, last[rank, int(mb), chunk], f"{Action(kind, int(mb), chunk)} {why}")
 
 
 def peak_activations(schedule: Schedule, actions: Actions) -> tuple[int, ...]:
