@@ -3,7 +3,8 @@
 `pytest` alone runs the quick tier: tests that are not marked `slow`, and of a test with parameters its first case.
 `pytest -m all` runs what a change must pass, and naming a file or a test that part of it. `pytest -m "all or nightly"
 --budget 10` has the rest of each grid too (`support/grid.py`), and ten times the draws (`support/budget.py`).
-`pytest --schedule NAME` runs every test that has that schedule among its parameters.
+`pytest --schedule NAME` runs every test that has that schedule among its parameters, `pytest --since REV` those of the
+files that a change can affect (`support/since.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.budget import Budget
 from tests.support.cpu_time import CpuTimes
+from tests.support.since import SINCE, Since
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +46,9 @@ def _is_named(config: pytest.Config) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--schedule`, `--budget` and `--cpu`."""
+    """Adds `--schedule`, `--since`, `--budget` and `--cpu`."""
     parser.addoption("--schedule", metavar="NAME", help="run every test that has this schedule among its parameters")
+    parser.addoption("--since", metavar="REV", help="only test files that what changed since this commit can affect")
     parser.addoption("--budget", metavar="N", type=float, default=1.0, help="N times the draws of tests that draw")
     parser.addoption(
         "--cpu", metavar="N", type=int, help="print CPU seconds, children included, of the N dearest files and tests"
@@ -57,6 +60,9 @@ def pytest_configure(config: pytest.Config) -> None:
     num_shown: int | None = config.getoption("--cpu")
     if num_shown is not None:
         config.pluginmanager.register(CpuTimes(num_shown))
+    revision: str | None = config.getoption("--since")
+    if revision is not None:
+        config.pluginmanager.register(Since(revision, getattr(config, "workerinput", {}).get(SINCE)))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
