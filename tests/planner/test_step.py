@@ -53,7 +53,7 @@ def drawn(rng: random.Random, number: int, *, alike: bool) -> tuple[Structure, C
 @pytest.mark.slow
 def test_makespan_is_linear_in_microbatches_from_2p_on(budget: Budget) -> None:
     """To the tick, in every schedule; where stages are alike the rhythm is there from 2P on."""
-    rng = random.Random(0)
+    rng = budget.random(0)
     for number in budget.draws(least=6 * len(NAMES)):
         structure, costs = drawn(rng, number, alike=True)
         pp = structure.pp
@@ -69,7 +69,7 @@ def test_makespan_is_linear_in_microbatches_from_2p_on(budget: Budget) -> None:
 @pytest.mark.slow
 def test_makespan_is_near_where_stages_differ(budget: Budget) -> None:
     """A rhythm may change late, as another stage's comes through: nearly all draws are exact, and none is far off."""
-    rng = random.Random(1)
+    rng = budget.random(1)
     exact = []
     for number in budget.draws(least=4 * len(NAMES)):
         structure, costs = drawn(rng, number, alike=False)
@@ -92,7 +92,7 @@ def test_microbatches_that_are_no_multiple_of_ranks() -> None:
 
 
 def test_no_step_beats_its_bound(budget: Budget) -> None:
-    rng = random.Random(3)
+    rng = budget.random(3)
     for number in budget.draws(least=4 * len(NAMES)):
         structure, costs = drawn(rng, number, alike=rng.random() < 0.5)
         name, pp, vpp, microbatches = structure.schedule, structure.pp, structure.vpp, structure.pp * 2

@@ -36,8 +36,10 @@ def test_a_change_chooses_the_tests_that_import_it(graph: Graph) -> None:
     assert chosen is not None
     assert {"tests/verifier/test_mutations.py", "tests/cli/test_plan.py", "tests/test_house.py"} <= chosen
     assert "tests/wire/test_wire.py" in chosen, "it looks at every source"
-    assert "tests/host/test_errors.py" not in chosen
-    assert "tests/train/data/test_store.py" not in chosen
+    of_locks = graph.affected(["src/treadle/train/checkpoint/lock.py"])
+    assert of_locks is not None
+    assert "tests/train/checkpoint/test_needs.py" in of_locks
+    assert not {"tests/verifier/test_mutations.py", "tests/host/test_errors.py", "tests/ir/test_blocks.py"} & of_locks
     assert graph.affected(["tests/wire/test_wire.py"]) is not None
 
 

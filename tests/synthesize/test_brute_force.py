@@ -51,7 +51,7 @@ def test_bounds_hold_and_proofs_are_true(name: str, budget: Budget) -> None:
     sizes = MICROBATCHES.get(name, (1, 2))
     seen: Counter[str] = Counter()
     for seed in budget.draws(least=10):
-        step = draw_step(f"{name} {seed}", PLACEMENTS[name](), sizes[seed % len(sizes)])
+        step = draw_step(f"{name} {seed + budget.seed}", PLACEMENTS[name](), sizes[seed % len(sizes)])
         found = _check(step)
         seen += Counter(_kinds(step, found))
     assert seen.keys() >= {"proven", "limited", "pairs"}

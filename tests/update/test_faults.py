@@ -59,7 +59,7 @@ def served() -> Iterator[Served]:
 def test_faults_anywhere(served: Served, budget: Budget) -> None:
     assert len(KINDS) <= LEAST
     for number in budget.draws(LEAST):
-        served.play(draw(number, WORLD, NUM_BUCKETS))
+        served.play(draw(number + budget.seed * len(KINDS), WORLD, NUM_BUCKETS))
     budget.covered(f"{len(KINDS)} kinds of faults")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import signal
 import time
 from functools import cache
@@ -199,7 +198,7 @@ def test_faults_anywhere_under_leases(budget: Budget) -> None:
         fleet = Fleet(workers.sockets, workers.ledger, hand.place, SourceMaker(layout(3)), least=2, deadline_s=15.0)
         check(run_ranks(3, follow, fleet, (Step(version=1), Step(serving=(0, 1, 2)))))
         for number in budget.draws(LEAST):
-            chance, kind = random.Random(number), KINDS[number % len(KINDS)]
+            chance, kind = budget.random(number), KINDS[number % len(KINDS)]
             kinds.add(kind)
             for path in hand.place.iterdir():
                 path.unlink()

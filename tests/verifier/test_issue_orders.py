@@ -67,7 +67,7 @@ def shown(verdicts: Counter[str]) -> str:
 
 @pytest.mark.slow
 def test_random_orders_are_judged_as_the_text_says(budget: Budget) -> None:
-    random, verdicts, done = Random(1), Counter[str](), Counter[str]()
+    random, verdicts, done = budget.random(1), Counter[str](), Counter[str]()
     for _ in budget.draws(least=150):
         case = Case.draw(random)
         plan = plan_of(case.schedule, case.layout)
@@ -101,6 +101,6 @@ def on_processes(seed: int, num: int) -> Counter[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("num", [60, pytest.param(2000, marks=pytest.mark.nightly)])
 def test_random_orders_end_or_hang_on_processes_as_judged(num: int, budget: Budget) -> None:
-    verdicts = on_processes(seed=num, num=num)
+    verdicts = on_processes(seed=num + budget.seed, num=num)
     assert {"ends", "hangs", "hangs when large"} <= set(verdicts)
     budget.covered(shown(verdicts))

@@ -54,7 +54,7 @@ def judge(
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_mutations(name: str, budget: Budget) -> None:
-    random = Random(name)
+    random = budget.random(name)
     seen: Counter[str] = Counter()
     verdicts: Counter[bool] = Counter()
     for number in budget.draws(least=8 * len(MUTATIONS)):
@@ -76,7 +76,7 @@ def told(codes: Counter[str]) -> str:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_sound_schedules(name: str, budget: Budget) -> None:
-    random = Random(name)
+    random = budget.random(name)
     for _ in budget.draws(least=15):
         schedule = random_size(SCHEDULES[name], random)
         clean, _ = judge(schedule, eager=False, ring=None, receives="sender")

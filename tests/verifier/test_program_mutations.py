@@ -183,7 +183,7 @@ def judge(program: Program, random: Random) -> tuple[bool, set[str]]:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_mutations(name: str, budget: Budget) -> None:
     """Each kind of damage in turn; two and two draws damage the same program."""
-    random = Random(name)
+    random = budget.random(name)
     seen: Counter[str] = Counter()
     verdicts: Counter[bool] = Counter()
     program = random_program(SCHEDULES[name], random)
@@ -201,7 +201,7 @@ def test_mutations(name: str, budget: Budget) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_sound_programs(name: str, budget: Budget) -> None:
-    random = Random(name)
+    random = budget.random(name)
     for _ in budget.draws(least=15):
         clean, codes = judge(random_program(SCHEDULES[name], random), random)
         assert clean, codes

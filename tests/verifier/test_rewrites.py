@@ -34,7 +34,7 @@ def verdict(program: Program, ticks: int) -> tuple[set[str], int | None]:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_rewritten_program_has_the_same_verdict(name: str, budget: Budget) -> None:
-    random = Random(name)
+    random = budget.random(name)
     for number in budget.draws(least=2 * len(REWRITES)):
         program = random_program(SCHEDULES[name], random)
         rewrite = REWRITES[number % len(REWRITES)]
@@ -47,7 +47,7 @@ def test_a_rewritten_program_has_the_same_verdict(name: str, budget: Budget) -> 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_rewritten_damaged_program_has_the_same_verdict(name: str, budget: Budget) -> None:
     """Chains are left out: a need that a chain meets in the sound program may be what the damage took away."""
-    random = Random(name)
+    random = budget.random(name)
     for number in budget.draws(least=2 * len(MUTATIONS)):
         program = random_program(SCHEDULES[name], random)
         damaged = mutate_program(program, random, MUTATIONS[number % len(MUTATIONS)])

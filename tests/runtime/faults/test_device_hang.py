@@ -5,7 +5,6 @@ Drawn steps of a whole mesh stop at a fault, and every rank that may ask first n
 
 from __future__ import annotations
 
-import random
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -202,7 +201,7 @@ def observe(mesh: Mesh, rank: int, fault: Fault, started: set[int], ended: set[i
 def test_the_rank_that_hangs_is_named_by_every_rank(budget: Budget) -> None:
     seen: dict[str, int] = {}
     for number in budget.draws(least=100):
-        draw = random.Random(number)
+        draw = budget.random(number)
         mesh = mesh_of(draw.choice(SCHEDULES), draw.choice([1, 2]), draw.choice([1, 2]))
         rank, kind = draw.randrange(len(mesh.order)), draw.choice(["kernel", "host", "stopped"])
         places = [at for at, op in enumerate(mesh.order[rank]) if kind != "kernel" or not op.kind.is_send]
