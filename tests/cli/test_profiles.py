@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
 from tests.support.command import treadle as run
+from tests.support.injected_causes import Run, write
 from tests.support.paths import ROOT
 
 PROFILE = ROOT / "examples" / "profiles" / "torch"
@@ -70,6 +72,28 @@ def test_a_cut_that_gives_nothing_is_not_proposed(tmp_path: Path) -> None:
     layout, _, told = done.stdout.splitlines()[3].strip().removeprefix("finds ").partition(": ")
     again = run("simulate", *size, "--layout", layout, "--json", cwd=tmp_path)
     assert told.startswith(f"{json.loads(again.stdout)['makespan'] / 1000:.4g} ms from begin to end"), told
+
+
+@pytest.mark.slow
+def test_a_slow_stage_is_cut_better_by_the_commands_that_are_printed(tmp_path: Path) -> None:
+    runs = (Run("slow stage", "NDTimeline", 4, 4, seed=seed) for seed in range(9))
+    cause = next(each for each in runs if each.at[1] in (1, 2))
+    (tmp_path / "profile").mkdir()
+    write(cause, tmp_path / "profile")
+    told = run("why", "profile", cwd=tmp_path).stdout.splitlines()
+    assert told[0].startswith(f"Stage {cause.at[1]} takes ")
+    for line in told[1:3]:
+        done = run(*shlex.split(line)[1:], cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    layout, _, gain = told[3].strip().removeprefix("finds ").partition(": ")
+    assert done.stdout.splitlines()[-1] == f"balanced, as Megatron reads it: {layout}"
+    size = ("1f1b", "--pp", "4", "-m", "8", "--costs", "job.toml")
+    spans = [
+        json.loads(run("simulate", *size, "--layout", cut, "--json", cwd=tmp_path).stdout)["makespan"]
+        for cut in ("Et*4|t*4|t*4|t*4L", layout)
+    ]
+    assert 1 - spans[1] / spans[0] == pytest.approx(float(gain.split()[-2].rstrip("%")) / 100, abs=0.01)
+    assert spans[1] < 0.95 * spans[0]
 
 
 def test_factors_of_stages_are_refused_where_schedules_cut_differently(tmp_path: Path) -> None:
