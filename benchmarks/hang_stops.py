@@ -2,8 +2,9 @@
 
 A step of each schedule is run until nothing moves, with one rank never in one of its cells: every rank, every cell.
 Sends end when their receive is posted, or at once (small messages). The dumps are read as `treadle hang` reads them.
-`right` names the rank that stopped alone, `not to be told apart` it and another, `open` no rank (a stop that leaves no
-message waiting); `wrong` is the rest. The last line is JSON.
+`right` names the rank that stopped alone, `not to be told apart` it and another, `open` no rank (all messages that were
+launched have ended); `wrong` is the rest. Each size replaces its row in rates/hang_stops.csv, and the table in
+docs/hung.md. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
 
+from rates.table import HANG
 from tests.support.stopped_dumps import SIZES, stops, verdict
 from treadle.schedules import SCHEDULES, generate
-
-NAMES = ("right", "not to be told apart", "open", "wrong")
 
 
 def main() -> None:
@@ -30,7 +31,6 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="the larger sizes, too")
     args = parser.parse_args()
     total: Counter[str] = Counter()
-    print(f"{'schedule':22}{'sizes':>14}{'stops':>8}" + "".join(f"{name:>22}" for name in NAMES))
     for name in args.schedules:
         for pp, vpp, num_mb in SIZES[name] if args.whole else SIZES[name][:1]:
             schedule = generate(name, pp=pp, vpp=vpp, microbatches=num_mb)
@@ -42,11 +42,10 @@ def main() -> None:
                 if found == "wrong":
                     print(f"wrong: {name} {stop}: {sentence}", flush=True)
             size = f"PP{pp} V{schedule.placement.vpp} M{num_mb}"
-            print(
-                f"{name:22}{size:>14}{counts.total():8}" + "".join(f"{counts[each]:22}" for each in NAMES), flush=True
-            )
+            HANG.write({(name, size): counts})
+            print(f"{name} {size}: " + ", ".join(f"{counts[each]} {each}" for each in HANG.verdicts), flush=True)
             total += counts
-    print(json.dumps({"stops": total.total(), **{name: total[name] for name in NAMES}}))
+    print(json.dumps({"stops": total.total(), **{name: total[name] for name in HANG.verdicts}}))
 
 
 if __name__ == "__main__":

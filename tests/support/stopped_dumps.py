@@ -189,8 +189,8 @@ class _Run:
         return "completed" if op in self.ended else "scheduled"
 
 
-def write_stopped(schedule: Schedule, stop: Stop, directory: Path) -> str:
-    """Run a step until nothing moves, and write its dumps; return the op at which its rank stopped."""
+def write_stopped(schedule: Schedule, stop: Stop, directory: Path) -> bool:
+    """Run a step until nothing moves, and write its dumps; return whether a launched message has not ended."""
     run = _Run(schedule, stop).finish()
     for rank, ops in enumerate(run.launched):
         entries = []
@@ -211,16 +211,16 @@ def write_stopped(schedule: Schedule, stop: Stop, directory: Path) -> str:
         config = {"0": {"ranks": str(list(range(schedule.pp)))}}
         content = {"version": "2.10", "pg_config": config, "entries": entries}
         (directory / f"trace_{rank}").write_text(json.dumps(content))
-    return str(run.program.op(cells_of(run.program, stop.rank)[stop.place][0]))
+    return any(op not in run.ended for ops in run.launched for op in ops)
 
 
 def verdict(schedule: Schedule, stop: Stop, directory: Path) -> tuple[str, str]:
     """Stop a rank in front of a cell, read the dumps as `treadle hang` does, and judge the rank that is named."""
-    write_stopped(schedule, stop, directory)
+    waits = write_stopped(schedule, stop, directory)
     (found,) = find_hang(directory, schedule).pipelines
     if found.at_fault == (stop.rank,):
         return "right", found.sentence
-    if not found.at_fault:
+    if not found.at_fault and not waits:
         return "open", found.sentence
     apart = stop.rank in found.at_fault and "not to be told apart" in found.sentence
     return ("not to be told apart" if apart else "wrong"), found.sentence

@@ -122,7 +122,7 @@ def _diagnosed(read: Mapping[int, RankDump], schedule: Schedule, communicators: 
 
 _CROSSED = (
     "ranks posted receives in the order of use, which is not the order of the sends: messages are crossed, and cells "
-    "compute with other micro-batches' data; 'treadle verify --receives use' lists them"
+    "compute with other micro-batches' data; 'treadle verify', with '--receives use', lists them"
 )
 
 

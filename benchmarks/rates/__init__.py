@@ -1,0 +1,1 @@
+"""How often `treadle why` and `treadle hang` name what was injected."""
