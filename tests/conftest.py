@@ -20,6 +20,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 
 from tests.support.budget import KEPT, Budget, KeptDraw
 from tests.support.cpu_time import CpuTimes
+from tests.support.sim_skips import why_not_on_sim
 from tests.support.since import SINCE, Since
 from tests.support.skips import Skips
 
@@ -89,6 +90,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("nightly") is None:
             item.add_marker("all")
+        why = why_not_on_sim(item.nodeid) if os.environ.get("TREADLE_TEST_DEVICE") == "sim" else None
+        if why is not None:
+            item.add_marker(pytest.mark.skip(reason=why))
     _give_examples(items, config.getoption("--budget"))
     schedule: str | None = config.getoption("--schedule")
     if schedule is not None:
