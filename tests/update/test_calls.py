@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -22,10 +23,15 @@ from tests.support.update.engines import SMALL
 from tests.support.update.workers import Trouble, Workers, ask_once
 from treadle.update import Source, UpdateError, UpdateOptions, Updater
 from treadle.update.adapters.plain import digest_of
+from treadle.update.coordinator.rank_links import RankLinks
+from treadle.update.protocol.control import Fault, FromCoordinator, Proceed, ToCoordinator
 from treadle.update.protocol.record import MOST
 from treadle.update.protocol.update_messages import Answer
 from treadle.update.rank.worker_client import WorkerClient
 from treadle.weights.tensor_boxes import Box, Holding, Piece, Tensor
+from treadle.wire.codec import encode
+from treadle.wire.link import Link
+from treadle.wire.listeners import listen_at_path
 
 pytestmark = pytest.mark.slow
 
@@ -193,3 +199,22 @@ def test_answers_to_an_attempt_that_broke_off_are_not_taken_for_those_to_the_nex
         assert "trouble in load" in first[1]
         assert second[1] == "KeyboardInterrupt: "
         assert (first[2], second[2]) == ("", "")
+
+
+def test_a_rank_that_takes_no_message_keeps_none_from_the_others(place: Path) -> None:
+    """The layouts of a large model are more than a connection holds; leases of others run out meanwhile."""
+    links = RankLinks(listen_at_path(place / "c.sock", ToCoordinator), 2)
+    ends: list[Link[FromCoordinator]] = []
+    for rank in range(2):
+        ours, theirs = socket.socketpair()
+        links._ranks[rank] = Link(ours, ToCoordinator)
+        ends.append(Link(theirs, FromCoordinator))
+        ends[rank].trust()
+    bodies = [encode(Proceed(number, "load")) for number in range(3)]
+    large = encode(Fault(7, "w", "load", -1, "x" * (4 << 20)))
+    for rank, body in ((0, large), (0, bodies[1]), (1, bodies[2])):
+        links.tell(rank, body, PATIENT_S)
+    assert ends[1].receive(PATIENT_S) == Proceed(2, "load")
+    assert isinstance(ends[0].receive(PATIENT_S), Fault), "all of it, once it is taken"
+    assert ends[0].receive(PATIENT_S) == Proceed(1, "load")
+    links.close()

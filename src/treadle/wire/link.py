@@ -13,7 +13,8 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -57,6 +58,9 @@ class Link(Generic[M]):
         self._frames = Frames(FIRST_BYTES)
         self._sending = threading.Lock()
         self._shutting = threading.Lock()
+        self._queueing = threading.Lock()
+        self._queue: deque[tuple[bytes, float]] = deque()
+        self._is_queue_sent = False
         self._pidfd, self._ended = _watched(self.pid)
         self._seal = seal
         if seal is not None:
@@ -80,8 +84,37 @@ class Link(Generic[M]):
 
     def send_encoded(self, body: bytes, *, fds: Sequence[int] = (), timeout_s: float = 10.0) -> None:
         """Send a message that is encoded already, as one that goes to many is."""
-        until = time.monotonic() + timeout_s
-        if not self._sending.acquire(timeout=timeout_s):
+        deque(self._sent(body, fds, time.monotonic() + timeout_s), maxlen=0)
+
+    def send_soon(self, body: bytes, *, timeout_s: float = 10.0) -> None:
+        """Send an encoded message after those before it. What the other end does not take at once, a thread sends.
+
+        Whoever receives learns that the other end is gone; a message that it does not take in time is dropped.
+        """
+        with self._queueing:
+            self._queue.append((body, time.monotonic() + timeout_s))
+            if self._is_queue_sent:
+                return
+            self._is_queue_sent = True
+        sent = self._sent_queue()
+        for _ in sent:
+            threading.Thread(target=deque, args=(sent, 0), name="treadle send", daemon=True).start()
+            return
+
+    def _sent_queue(self) -> Iterator[None]:
+        """Send what is queued; yields before each wait."""
+        while True:
+            with self._queueing:
+                if not self._queue:
+                    self._is_queue_sent = False
+                    return
+                body, until = self._queue.popleft()
+            with suppress(OSError):
+                yield from self._sent(body, (), until)
+
+    def _sent(self, body: bytes, fds: Sequence[int], until: float) -> Iterator[None]:
+        """Send a message; yields before each wait."""
+        if not self._sending.acquire(timeout=max(0.0, until - time.monotonic())):
             raise TimeoutError(f"{self.peer} did not take the message before this one in time")
         try:
             if self.connection.fileno() < 0:
@@ -91,6 +124,7 @@ class Link(Generic[M]):
                 try:
                     sent = self._send_some(data, fds)
                 except BlockingIOError:
+                    yield
                     try:
                         self._await(select.POLLOUT, until, "take a message")
                     except TimeoutError:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import selectors
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import TypeAlias
 
 from treadle.host.waker import Waker
@@ -115,10 +114,9 @@ class RankLinks:
         return rank
 
     def tell(self, rank: int, body: bytes, timeout_s: float) -> None:
-        """Send an encoded message. A rank that is gone is heard of by `ready`."""
-        with suppress(OSError):
-            if rank in self._ranks:
-                self._ranks[rank].send_encoded(body, timeout_s=timeout_s)
+        """Send an encoded message, without waiting for the rank. One that is gone is heard of by `ready`."""
+        if rank in self._ranks:
+            self._ranks[rank].send_soon(body, timeout_s=timeout_s)
 
     @property
     def deadlines(self) -> list[float]:
