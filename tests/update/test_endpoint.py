@@ -202,6 +202,26 @@ def test_a_worker_that_goes_back_after_its_endpoint_was_closed_keeps_its_slot(
     assert endpoint._slot.held == (engine.gate.version is not None) == served
 
 
+def test_a_second_endpoint_of_a_process_waits_until_the_engine_of_the_first_has_closed(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it could be filled and opened while the first still serves another version."""
+    monkeypatch.setattr(endpoint_module, "RETIRE_S", 0.05)
+    engine, other = Noting(), Noting()
+    plan = plan_of(engine)
+    with Endpoint(engine, place, 0) as first:
+        first.worker.handle(plan)
+        bring_first(first.worker, plan)
+        first.path.unlink()  # as somebody may who wants to start the worker elsewhere
+        with engine.gate.serving():
+            second = Endpoint(other, place, 0)
+            status = second.worker.status
+            assert (status.holds_slot, status.before) == (False, os.getpid())
+        assert eventually(lambda: second.worker.status.holds_slot)
+        assert engine.gate.version is None
+        second.close()
+
+
 def test_a_message_that_was_read_before_a_close_opens_nothing_after_it(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,7 +55,8 @@ class Endpoint:
     `answer(body)` serves Ask: it returns the version that answered, and the answer. `spill` is a directory for
     `rollback="disk"`. `replica` is the number of the first worker of its engine, where that has several. One process at
     a time holds the worker's slot, and only it serves: where another process has put its socket at this path, this
-    endpoint closes the engine and releases the slot, which the other then takes.
+    endpoint closes the engine and releases the slot, which the other then takes; so does an earlier endpoint
+    of this process.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Endpoint:
         self.answer = answer
         self.path = worker_path(directory, worker)
         self._listener = listen_at_path(self.path, ToWorker)
-        self._slot = Slot(self.path.with_suffix(".slot"))
+        self._slot = Slot(self.path.with_suffix(".slot"), lambda: self.worker.retire(RETIRE_S))
         self.worker.before, self.worker.slot = self._slot.holder, self._slot.id
         self.worker.place(holds_slot=self._slot.held)
         self._askers: set[Link[ToWorker]] = set()
