@@ -55,9 +55,17 @@ def enter(rank: int) -> None:
         torch.set_default_device(device)
 
 
+def here(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor on this process's device."""
+    return tensor.to(torch.get_default_device())
+
+
 @cache
 def _load_sim() -> None:
     sim_device.load(seed=int(os.environ.get(SEED_VARIABLE, "0")), delay_us=LATE_US)
+    from tests.support.update.sim_memory import share_buffers
+
+    share_buffers()
 
 
 def _count() -> int:

@@ -21,7 +21,7 @@ generator.cpp       random numbers
 collectives.cpp     communicators, carried out by gloo
 """
 
-from treadle.sim_device.backend import NAME, forbid_waits, is_loaded, load, sleep, take_waits
+from treadle.sim_device.backend import NAME, forbid_waits, in_host_memory, is_loaded, load, sleep, take_waits
 from treadle.sim_device.build import BuildError
 
-__all__ = ["NAME", "BuildError", "forbid_waits", "is_loaded", "load", "sleep", "take_waits"]
+__all__ = ["NAME", "BuildError", "forbid_waits", "in_host_memory", "is_loaded", "load", "sleep", "take_waits"]

@@ -68,6 +68,12 @@ def sleep(milliseconds: float) -> None:
     _loaded.sleep(milliseconds)
 
 
+def in_host_memory(host: torch.Tensor, index: int) -> torch.Tensor:
+    """Return a tensor of a device that has the memory of one of the host, which other processes may share."""
+    made: torch.Tensor = _loaded.in_host_memory(host, index)
+    return made
+
+
 def take_waits() -> dict[str, int]:
     """Return how often the host waited for the device in calls that do not say so, by operator, since the last call."""
     waits: dict[str, int] = _loaded.take_implicit_waits()

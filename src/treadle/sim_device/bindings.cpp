@@ -36,6 +36,16 @@ void sleep_on_stream(double milliseconds) {
   });
 }
 
+// A tensor of the device in memory of the host, as one in another process's memory is.
+at::Tensor in_host_memory(const at::Tensor& host, int index) {
+  TORCH_CHECK_VALUE(host.is_cpu() && host.is_contiguous(), "memory of the host in C order is taken, got ", host.toString());
+  return at::for_blob(host.data_ptr(), host.sizes())
+      .deleter([host](void*) {})
+      .options(host.options().device(c10::Device(sim::kType, c10::DeviceIndex(index))))
+      .target_device(c10::Device(sim::kType, c10::DeviceIndex(index)))
+      .make_tensor();
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -51,6 +61,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("default_generator", [](int index) { return sim::default_generator(c10::DeviceIndex(index)); });
   module.def("is_forked", &sim::is_forked);
   module.def("leave", &sim::leave);
+  module.def("in_host_memory", &in_host_memory);
   module.def("sleep", &sleep_on_stream);
   module.def("take_implicit_waits", &sim::take_implicit_waits);
   module.def("forbid_implicit_waits", &sim::forbid_implicit_waits);
