@@ -28,6 +28,7 @@ from typing import Any
 
 from tests.support.plant import Plant
 from tests.support.stream_plants import STREAM_PLANTS
+from tests.support.update_plants import UPDATE_PLANTS, UPDATES
 
 PLANTS = {
     "event-before-work": Plant(
@@ -192,7 +193,7 @@ PLANTS = {
 }
 
 
-ALL = PLANTS | STREAM_PLANTS
+ALL = PLANTS | STREAM_PLANTS | UPDATE_PLANTS
 
 HANGS_S = 15.0
 """How long a rank of a pipeline on the device waits for another, where a plant may hang it."""
@@ -242,7 +243,10 @@ def _functions(module: ModuleType) -> Iterator[FunctionType]:
 def find_on_device(name: str, draws: int, seed: int) -> dict[str, object]:
     """Draw steps on the device until one is wrong, raises or hangs; `how` is the first finding."""
     from tests.support import fuzz
+    from tests.support.update import sim_updates
 
+    if ALL[name].only == UPDATES:
+        return sim_updates.find(name, draws, seed)
     said = fuzz.find(name, ALL[name].only, draws, seed, deadline_s=HANGS_S)
     return {"found": bool(said["failures"]), "how": said["how"], "draws": said["draws"]}
 
@@ -309,7 +313,9 @@ def main() -> int:
         return int(any(not any(part[name]["found"] for part in both) for name in both[0].keys() & both[1].keys()))
     from tests.support import devices, fuzz
 
-    known = STREAM_PLANTS if args.streams else PLANTS
+    on_device = STREAM_PLANTS | UPDATE_PLANTS
+    checked = STREAM_PLANTS if devices.DEVICE_TYPE == "cpu" else on_device  # the checker runs steps
+    known = checked if args.streams else PLANTS
     unknown = [name for name in args.names if name not in known]
     if unknown:
         parser.error(f"there is no plant {unknown[0]!r}; there are {', '.join(known)}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.support.patience import PATIENT_S
@@ -25,7 +26,6 @@ from tests.update.test_separate_sets import CASES, Sets
 from tests.update.test_sources import Wrong, replicas
 from tests.update.test_targeted import beside
 from treadle.update import UpdateError, UpdateOptions, Updater
-from treadle.update.memory.copying import opaque
 from treadle.weights.chosen_plan import Transfer
 from treadle.weights.layouts import Parallel, sharded
 
@@ -296,7 +296,7 @@ def test_a_rank_is_killed_amid_a_delta(crash: Crash) -> None:
 
 def spoil(adapter: Troubled) -> None:
     """Change an element of an engine without an update."""
-    opaque(adapter.held["embed"]).reshape(-1)[3] ^= 1
+    adapter.held["embed"].view(torch.int16).view(-1)[3] ^= 1
 
 
 def spoiled(rank: int, places: tuple[Path, Path, Path], sets: Sets, options: UpdateOptions) -> list[Told]:

@@ -17,7 +17,6 @@ from tests.support.ranks import check, run_ranks
 from tests.support.update.models import SMALL, Compare, model, source_of
 from tests.support.update.workers import Asker, Workers
 from treadle.update import Source, UpdateError, UpdateOptions, Updater, WeightSource
-from treadle.update.memory.copying import opaque
 from treadle.update.memory.host import HostBuffer
 from treadle.update.rank.bucket_packing import Packer
 from treadle.update.rank.comparing import BLOCK_BYTES, EVERY, SourceComparison, comparison, same
@@ -79,7 +78,7 @@ class Wrong:
         made = source_of(have, rank, version)
         for piece, local in made.held.items():
             if rank == self.rank and piece.tensor == self.tensor:
-                raw = opaque(local).reshape(-1)
+                raw = local.view(torch.int16).view(-1)
                 raw[:] = raw + 1 if self.whole else raw
                 raw[777 % len(raw)] += 1
         return made

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.devices import here
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from tests.support.update.engines import SMALL
@@ -27,14 +28,16 @@ def serve(sockets: Path, worker: int) -> Endpoint:
 
     def answer(body: bytes) -> tuple[int, bytes]:
         with engine.serving() as version:
-            return version, engine.held["embed"].numpy().tobytes()
+            return version, engine.held["embed"].cpu().numpy().tobytes()
 
     return Endpoint(engine, sockets, worker, answer=answer)
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
-    made = torch.Generator().manual_seed(version)
-    return {name: torch.rand(SHAPE, generator=made) for name in ("embed", "head")} | {"norm": torch.ones(8)}
+    made = torch.Generator("cpu").manual_seed(version)
+    return {name: here(torch.rand(SHAPE, generator=made, device="cpu")) for name in ("embed", "head")} | {
+        "norm": torch.ones(8)
+    }
 
 
 def rows(names: dict[str, torch.Tensor], first: int, last: int, *, whole: dict[str, torch.Tensor]) -> Source:
@@ -84,7 +87,7 @@ def run(rank: int, sockets: Path, ledger: Path) -> dict[str, Any]:
         answer = asker.ask()
         asker.close()
         assert isinstance(answer, Answer)
-        told["served"] = answer.version, answer.body == embed.numpy().tobytes()
+        told["served"] = answer.version, answer.body == embed.cpu().numpy().tobytes()
     return told
 
 

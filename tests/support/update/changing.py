@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tests.support.devices import here
 from tests.support.update.models import numbers
 from tests.support.update.workers import Troubled
 from treadle.update import Plain, Source
@@ -38,7 +39,7 @@ def changing_source(have: Holding, rank: int, version: int, rate: float = 0.01, 
     held = {}
     for piece in have.pieces[rank]:
         array = elements(have.tensors[piece.tensor], piece.box, version, rate, last)
-        held[piece] = torch.from_numpy(array).view(torch.bfloat16)
+        held[piece] = here(torch.from_numpy(array).view(torch.bfloat16))
     return Source(have.tensors, held)
 
 
@@ -65,7 +66,7 @@ class CompareElements:
             piece.tensor
             for piece in adapter.layout().pieces
             if not np.array_equal(
-                opaque(adapter.held[piece.tensor]),
+                opaque(adapter.held[piece.tensor].cpu()),
                 elements(tensors[piece.tensor], piece.box, self.version, self.rate, self.last),
             )
         ]
@@ -81,7 +82,7 @@ class Mute(Troubled):
     def begin(self) -> str | None:
         error = super().begin()
         for held in self.held.values():
-            opaque(held)[:] = 0x7777
+            held.view(torch.int16).fill_(0x7777)
         self.came = set()
         return error
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.update import Updater
+from treadle.update.memory.copying import finish_copies
 from treadle.update.protocol.control import Enter, Report
 from treadle.update.protocol.update_messages import Move
 
@@ -107,12 +108,13 @@ def _arm_flip(updater: Updater, flip: Flip) -> None:
             take = mine.takes[-1]
             item = mine.items[take.item]
             low = take.box.slices(item.piece.box)
-            flat = updater.context.buffers.all[message.buffer].tensor.numpy()[item.offset_bytes :].view("u2")
+            buffer = updater.context.buffers.all[message.buffer].tensor
             strides = [1]
             for length in reversed(item.piece.box.shape[1:]):
                 strides.insert(0, strides[0] * length)
             at = sum(s.start * stride for s, stride in zip(low, strides, strict=True))
-            flat[at] ^= 1
+            buffer[item.offset_bytes + 2 * at] ^= 1
+            finish_copies(buffer.device)
             beside.send = send  # type: ignore[method-assign]
         send(message, fds)
 
