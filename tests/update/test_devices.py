@@ -284,21 +284,39 @@ def test_memory_is_measured_when_the_group_has_its_own() -> None:
             assert right
 
 
-def noted(updater: Updater, rank: int, places: Places) -> list[str]:
-    """What is noted of weights on the device, and of those on the host."""
-    told = []
-    for version, on_device in enumerate([True, False], 1):
-        done = updater.update(weights(places[2], rank, version, on_device=on_device), version)
-        told.append(" ".join(done.notes))
-    return told
+def chosen(updater: Updater, rank: int, places: Places) -> tuple[str, bool]:
+    """The device of the buffers that nobody has given, with a source on the host."""
+    updater.update(weights(places[2], rank, 1, on_device=False), 1)
+    return updater.context.device.type, served(places[0], rank) == (1, expected(places[3], rank, 1))
 
 
-@pytest.mark.parametrize("where", [None, torch.device("cpu")], ids=["by default", "by choice"])
-def test_weights_that_leave_their_device_without_a_choice_are_noted(where: torch.device | None) -> None:
+def test_buffers_are_on_the_device_of_the_worker_where_none_is_given() -> None:
     with Spawned(2, serve, layouts()[1]) as workers:
-        for of_device, of_host in run(workers, noted, where):
-            assert ("device=torch.device('privateuseone:0')) keeps them on the device" in of_device) == (where is None)
-            assert "on the device" not in of_host
+        assert run(workers, chosen, None) == [(far.TYPE, True)] * 2
+
+
+def serve_on_host(sockets: Path, worker: int, want: Holding) -> Endpoint:
+    boxes = {piece.tensor: piece.box for piece in want.pieces[worker]}
+    held = {name: torch.zeros(box.shape, dtype=torch.bfloat16) for name, box in boxes.items()}
+    return Endpoint(Plain(held, want.tensors, boxes), sockets, worker)
+
+
+def apart(rank: int, places: Places) -> str:
+    """Rank 0 sends from the device, rank 1 speaks for a worker on the host."""
+    far.enter()
+    with Updater(places[0], ledger=places[1], options=OPTIONS, worker=0 if rank else None) as updater:
+        with pytest.raises(UpdateError) as refused:
+            updater.update(weights(places[2], 0, 1, on_device=True) if rank == 0 else None, 1)
+        updater.context.given = torch.device("cpu")
+        updater.update(weights(places[2], 0, 1, on_device=True) if rank == 0 else None, 1)
+    return str(refused.value)
+
+
+def test_ranks_on_two_kinds_of_devices_name_both_and_can_go_by_the_host() -> None:
+    have = layouts()[0]
+    with Spawned(1, serve_on_host, have) as workers:
+        for told in check(run_ranks(2, apart, (workers.sockets, workers.ledger, have, have))):
+            assert f"rank 0 sends from {far.TYPE} (far), rank 1 serves on cpu (gloo)" in told
 
 
 class Packing(Plain):

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
+import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import pytest
-import torch
 from torch._C._distributed_c10d import HashStore
 
-from treadle.cli.commands.agent import agent as agent_command
-from treadle.dist.clock import host_number
 from treadle.dist.rank_world import RankWorld
-from treadle.update import agent as agent_module
-from treadle.update.agent import Agent, Meeting
-from treadle.update.protocol.attempt import Attempt
+from treadle.update.protocol.attempt import Attempt, AttemptRefusedError
+from treadle.update.protocol.buffer_device import BufferDevice, common_device
 from treadle.update.protocol.control import Asked, Call, Enter, Fault, Go
 from treadle.update.protocol.coordinator_decisions import (
     CoordinatorState,
@@ -30,7 +27,7 @@ from treadle.update.protocol.coordinator_decisions import (
 from treadle.update.protocol.leases import Leases
 from treadle.update.protocol.record import Record
 from treadle.update.protocol.update_messages import Status
-from treadle.update.rank.rendezvous import CoordinatorContact, Rendezvous
+from treadle.update.rank.rendezvous import Rendezvous
 from treadle.update.update_options import UpdateOptions
 
 RECORD = Record(1, (1,), "A", term=1, lease_ns=10)
@@ -124,52 +121,63 @@ def test_an_agent_that_cannot_start_is_no_failure_of_the_ranks_that_call(place: 
     assert caller.start_failure() is None
 
 
-def test_ranks_with_buffers_on_other_devices_are_refused_before_they_make_a_group(place: Path) -> None:
-    """One kind would make a group of gloo and the other one of NCCL, and both would wait for its deadline."""
-    store = HashStore()
-    first = Rendezvous(place, None, RankWorld(store, 0, 2), UpdateOptions())
-    other = Rendezvous(place, None, RankWorld(store, 1, 2), UpdateOptions(), device="cuda")
-    first._publish(CoordinatorContact(number=host_number(), world=2, device=first.device))
-    with pytest.raises(ValueError, match="rank 0 are on cpu and this rank's on cuda, so they would make different"):
-        other.call(1.0)
-
-
-class JoinedError(Exception):
-    """With the device of the updater that an agent would make."""
-
-
-@pytest.mark.parametrize(("theirs", "own"), [("cpu", None), ("cuda", torch.device("cuda", 3))])
-def test_an_agents_buffers_are_where_those_of_the_ranks_that_call_are(
-    theirs: str, own: torch.device | None, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = RankWorld(HashStore(), 0, 1)
-    caller = Rendezvous(place, None, world, UpdateOptions(), device=theirs)
-    caller._publish(CoordinatorContact(number=host_number(), world=1, device=caller.device))
-    caller._store.set("newest", caller.name)
-
-    def made(directory: Path, **given: Any) -> None:
-        raise JoinedError(given["device"])
-
-    monkeypatch.setattr(RankWorld, "join", lambda *_: world)
-    monkeypatch.setattr(agent_module, "Updater", made)
-    joining = Agent(place, 0, Meeting("127.0.0.1", 1, None), torch.device("cuda", 3), lambda text: None)
-    with pytest.raises(JoinedError) as joined:
-        joining._join()
-    assert joined.value.args == (own,)
+CUDA, GLOO = BufferDevice("cuda", "nccl", "sends from", "cuda"), BufferDevice(why="serves on")
 
 
 @pytest.mark.parametrize(
-    ("worker", "local", "gpu"), [(0, {}, 0), (3, {}, 3), (11, {}, 3), (11, {"LOCAL_RANK": "5"}, 5)]
+    ("devices", "common"),
+    [
+        ([CUDA, msgspec.structs.replace(CUDA, why="serves on")], "cuda"),
+        ([CUDA, BufferDevice(accelerator="cuda")], "cuda"),
+        ([BufferDevice(accelerator="cuda"), GLOO], "cpu"),
+        ([BufferDevice(why="is given"), CUDA, GLOO], "cpu"),
+        ([BufferDevice(accelerator="cuda")], "cpu"),
+    ],
 )
-def test_an_agents_gpu_is_its_workers_on_any_host(
-    worker: int, local: dict[str, str], gpu: int, place: Path, monkeypatch: pytest.MonkeyPatch
+def test_buffers_are_where_elements_are_sent_from_and_served(devices: list[BufferDevice], common: str) -> None:
+    assert common_device(dict(enumerate(devices))) == common
+
+
+@pytest.mark.parametrize(
+    ("devices", "told"),
+    [
+        ([CUDA, CUDA, GLOO], "rank 0 sends from cuda (nccl), rank 2 serves on cpu (gloo): "),
+        ([CUDA, BufferDevice()], "rank 0 sends from cuda (nccl), rank 1 has cpu (gloo): "),
+        ([GLOO, msgspec.structs.replace(CUDA, why="is given")], "rank 1 is given cuda (nccl), rank 0 serves on cpu"),
+    ],
+)
+def test_ranks_on_different_devices_are_refused_before_they_make_a_group(
+    devices: list[BufferDevice], told: str
 ) -> None:
-    """Workers are counted over all hosts, of 8 GPUs each: eight agents of a host are on eight GPUs."""
-    made: list[torch.device | None] = []
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
-    monkeypatch.setattr(os, "environ", local)
-    monkeypatch.setattr(Agent, "run", lambda self: made.append(self.device))
-    agent_command(place, "127.0.0.1:1", worker)
-    assert made == [torch.device("cuda", gpu)]
+    """One kind would make a group of gloo and the other one of NCCL, and both would wait for its deadline."""
+    status = Status(0, 1, "serving", 1, 1, 0, log="A", origin="A", content=1, incarnation="w")
+    asked = Asked("update", 2)
+    entered = {
+        rank: Enter(None if rank else 0, asked, "", "", None if rank else status, 0, device=device)
+        for rank, device in enumerate(devices)
+    }
+    with pytest.raises(AttemptRefusedError, match=re.escape(told)) as refused:
+        Attempt(len(devices), entered=entered).refuse_entries(RECORD, Leases())
+    assert "Updater(..., device=torch.device('cpu'))" in str(refused.value)
+
+
+def test_a_group_of_another_device_is_not_used_again() -> None:
+    status = Status(0, 1, "serving", 1, 1, 0, log="A", origin="A", content=1, incarnation="w")
+    entry = Enter(0, Asked("update", 2), "", "", status, 5, device=GLOO)
+    attempt = Attempt(1, epoch=7, phase="settle", entered={0: entry}, grouped=(5, (0,), "cpu"))
+    assert attempt.with_group().grouped[0] == 5
+    moved = replace(attempt, entered={0: msgspec.structs.replace(entry, device=CUDA)})
+    assert moved.with_group().grouped == (7, (0,), "cuda")
+
+
+@pytest.mark.parametrize(("can_export", "calls"), [(True, {1, 2}), (False, set())])
+def test_a_recovery_begins_where_engines_can_give_what_they_hold(can_export: bool, calls: set[int]) -> None:
+    """Else it is refused, and would be again every five seconds."""
+    status = Status(1, 9, "lapsed", None, 0, 0, incarnation="new", can_export=can_export)
+    assert called(hear(START, 2, status, RECORD)) == calls
+
+
+def test_workers_that_are_all_away_are_named() -> None:
+    entered = {rank: Enter(rank, Asked("update", 2), "", "", None, 0, away="nobody answers") for rank in range(2)}
+    with pytest.raises(AttemptRefusedError, match="no worker takes part; worker 0: nobody answers; worker 1: nobody"):
+        Attempt(2, entered=entered).refuse_entries(RECORD, Leases())

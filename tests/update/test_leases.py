@@ -14,13 +14,14 @@ from tests.support.budget import Budget
 from tests.support.ranks import check, run_ranks
 from tests.support.update.crashes import DECISIONS, METHODS, PHASES, Crash
 from tests.support.update.faults import HANG_S, mixtures
-from tests.support.update.fleet import LEASE_S, Fleet, Hand, Step, follow
+from tests.support.update.fleet import LEASE_S, Fleet, Hand, Step, follow, options
 from tests.support.update.models import SourceMaker, expected, model
 from tests.support.update.workers import Trouble, Workers
 from treadle.host.boot_clock import boot_ns
-from treadle.update import ClosedError, Plain, UpdateOptions
+from treadle.update import ClosedError, Plain, UpdateOptions, Updater
 from treadle.update.coordinator.commit_log import CommitLog
 from treadle.update.protocol.update_messages import Begin, Finish, Grant, Refused, Status, TakePlan
+from treadle.update.rank.attempt_run import GONE_S
 from treadle.update.worker.gate import Gate
 from treadle.update.worker.worker import Worker
 from treadle.weights.layouts import Parallel
@@ -182,6 +183,31 @@ def test_a_fleet_of_six_goes_on_without_one_and_takes_it_back() -> None:
             assert [hand.newest[worker] for worker in ALL] == [5, 5, 5, 5, 5, 4]
     assert not mixtures(hand.seen, right), mixtures(hand.seen, right)[:3]
     assert set(hand.closed) == set(ALL), "an update closes each"
+
+
+def patience(rank: int, fleet: Fleet, versions: int) -> list[float]:
+    """How long a rank calls its worker in each of some updates."""
+    called: list[float] = []
+    with Updater(fleet.sockets, ledger=fleet.ledger, options=options(fleet.least)) as updater:
+        worker = updater.context.worker
+        connect = worker.connect
+
+        def noted(own: int, deadline_s: float) -> None:
+            called.append(deadline_s)
+            connect(own, deadline_s)
+
+        worker.connect = noted  # type: ignore[method-assign]
+        for version in range(1, versions + 1):
+            updater.update(fleet.make(rank, version), version)
+    return called
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_gone_holds_up_one_update() -> None:
+    with Workers(layout(2)) as workers:
+        workers.kill(1)
+        fleet = Fleet(workers.sockets, workers.ledger, workers.sockets, SourceMaker(layout(2)), least=1)
+        assert check(run_ranks(2, patience, fleet, 3)) == [[LEASE_S] * 3, [LEASE_S, GONE_S, GONE_S]]
 
 
 KINDS = ("kill", "rank", "hang", "decision", "raise", "socket")

@@ -30,7 +30,7 @@ def train(rank: int, sockets: Path, ledger: Path) -> list[str]:
     port = [world.port if world is not None else 0]
     dist.broadcast_object_list(port)
     meeting = Meeting("127.0.0.1", port[0])
-    agents = [start_agent(meeting, sockets, worker, None) for worker in range(WORKERS)] if rank == 0 else []
+    agents = [start_agent(meeting, sockets, worker) for worker in range(WORKERS)] if rank == 0 else []
     if world is None:
         world = RankWorld.join("127.0.0.1", port[0], rank, TRAINERS)
     have = spread(model(1, 32), TRAINERS)

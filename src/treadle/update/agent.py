@@ -62,10 +62,9 @@ class Agent:
         directory: Path,
         worker: int,
         meeting: Meeting,
-        device: torch.device | None = None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.directory, self.worker, self.meeting, self.device, self._say = directory, worker, meeting, device, say
+        self.directory, self.worker, self.meeting, self._say = directory, worker, meeting, say
         self._over = threading.Event()
         self._said = ""
 
@@ -108,12 +107,11 @@ class Agent:
         contact = newest_contact(world.store, JOIN_S)
         if contact.error:
             raise RuntimeError(f"update rank 0 could not start its coordinator: {contact.error}")
-        return Updater(  # a worker maps buffers on the host, too, wherever its engine computes
+        return Updater(
             self.directory,
             worker=self.worker,
             key=Path(meeting.key) if meeting.key is not None else None,
             options=contact.options,
-            device=None if contact.device == "cpu" else self.device,
             world=RankWorld(world.store, contact.world + self.worker, contact.world),
         )
 
@@ -123,10 +121,10 @@ class Agent:
             self._say(text)
 
 
-def start_agent(meeting: Meeting, directory: Path, worker: int, device: torch.device | None) -> subprocess.Popen[bytes]:
+def start_agent(meeting: Meeting, directory: Path, worker: int) -> subprocess.Popen[bytes]:
     """Start a worker's agent. It ends with this process, or with `stop_agent`."""
-    place, on = (str(directory), str(worker)), str(device) if device is not None else ""
-    command = [sys.executable, "-m", "treadle.update.agent", msgspec.json.encode(meeting).decode(), *place, on]
+    place = str(directory), str(worker)
+    command = [sys.executable, "-m", "treadle.update.agent", msgspec.json.encode(meeting).decode(), *place]
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
@@ -145,10 +143,10 @@ def _end_with_parent() -> None:
 
 def main() -> None:
     """Be the agent that `start_agent` describes."""
-    meeting, (directory, worker, device) = msgspec.json.decode(sys.argv[1], type=Meeting), sys.argv[2:]
+    meeting, (directory, worker) = msgspec.json.decode(sys.argv[1], type=Meeting), sys.argv[2:]
     threading.Thread(target=_end_with_parent, name="treadle parent", daemon=True).start()
     torch.set_num_threads(1)
-    Agent(Path(directory), int(worker), meeting, torch.device(device) if device else None).run()
+    Agent(Path(directory), int(worker), meeting).run()
 
 
 if __name__ == "__main__":

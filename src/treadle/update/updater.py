@@ -16,7 +16,6 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -25,6 +24,7 @@ import torch
 
 from treadle.dist.clock import clock_offset
 from treadle.dist.rank_world import RankWorld
+from treadle.dist.streams import HOST_MEMORY
 from treadle.host.errors import named
 from treadle.ir.trace import Trace
 from treadle.update.coordinator.commit_log import CommitLog
@@ -32,6 +32,7 @@ from treadle.update.coordinator.coordinator_thread import Coordinator
 from treadle.update.errors import UpdateError, failure
 from treadle.update.protocol.control import Asked
 from treadle.update.protocol.record import MOST
+from treadle.update.rank.attempt_device import own_device
 from treadle.update.rank.attempt_run import AttemptRun
 from treadle.update.rank.broadcast import Broadcasts, Buckets
 from treadle.update.rank.context import RankContext, UpdateRequest
@@ -40,7 +41,7 @@ from treadle.update.rank.inbox import Inbox
 from treadle.update.rank.lease_keeper import LeaseKeeper
 from treadle.update.rank.measured_update import noted, trace_of
 from treadle.update.rank.plans import Plans
-from treadle.update.rank.rank_buffers import RankBuffers, detour_of
+from treadle.update.rank.rank_buffers import RankBuffers
 from treadle.update.rank.rendezvous import Rendezvous
 from treadle.update.rank.source import WeightSource
 from treadle.update.rank.worker_client import WorkerClient
@@ -60,7 +61,8 @@ class Updater:
         key: A file that only its owner can read, the same on all ranks; needed where ranks are on several hosts.
         address: The address at which other hosts reach rank 0; by default the one from which it reaches torch's store.
         options: How updates are done, the same on all ranks.
-        device: The device of the buffers, of one type on all ranks: that of the weights; the CPU by default.
+        device: The device of the buffers, of one type on all ranks that give one. By default that of the worker's
+            weights, or, without a worker, of what is sent.
         takeover: Take the workers over that ranks speak for: they are the set. They may belong to another log, which is
             lost; a new log commits to the version that they all serve, and they go on serving it. The caller vouches
             that other members of the log have ended: if they live, they serve an old version.
@@ -89,8 +91,6 @@ class Updater:
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         options = options if options is not None else UpdateOptions()
-        self._says_device = device is not None
-        self.device = device = _own(device if device is not None else torch.device("cpu"))
         world = world if world is not None else RankWorld.of_torch()
         self.rank, self.world = world.rank, world.size
         worker = self.rank if worker == "rank" else worker
@@ -99,7 +99,7 @@ class Updater:
         self._running = threading.Lock()
         self._trace_group: Buckets | None = None
         self._calls = 0
-        rendezvous, inbox = Rendezvous(directory, address, world, options, device=device.type), Inbox()
+        rendezvous, inbox = Rendezvous(directory, address, world, options), Inbox()
         with rendezvous.published():
             rendezvous.key = read_key(key) if key is not None else None
             self.coordinator = self._host(rendezvous, ledger, agents)
@@ -108,13 +108,13 @@ class Updater:
             self.rank,
             directory,
             options,
-            device,
+            device if device is None else own_device(device),
             inbox,
             client,
             WorkerClient(directory, worker, inbox, self._worker_lost) if worker is not None else None,
             Plans(options.memory),
-            Broadcasts(rendezvous.name, world, options.deadline_s, device),
-            RankBuffers(device),
+            Broadcasts(rendezvous.name, world, options.deadline_s),
+            RankBuffers(HOST_MEMORY),
             say,
             progress,
         )
@@ -241,8 +241,7 @@ class Updater:
             self.attempt = attempt = known = None  # the error's traceback holds this frame
             context.buffers.end_update()
         done.seconds["total"] = time.perf_counter() - began
-        detour = "" if self._says_device else detour_of(request.source)
-        return replace(done, notes=(*done.notes, detour)) if detour else done
+        return done
 
     def trace(self, done: Updated) -> Trace:
         """The planned Program of an update with the times of all ranks, on one clock. All ranks call this together."""
@@ -311,10 +310,3 @@ def _names(changed: Collection[str]) -> tuple[str, ...]:
 
 
 __all__ = ["UpdateError", "Updated", "Updater"]
-
-
-def _own(device: torch.device) -> torch.device:
-    """Return the device with its index: a group is made in a thread, whose current device is the first one."""
-    if device.type == "cpu" or device.index is not None:
-        return device
-    return torch.device(device.type, torch.get_device_module(device).current_device())

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from shaped_link import ShapedLink
+from tests.support import devices
 from tests.support.network_spaces import move_to
 from tests.support.patience import PATIENT_S
 from tests.support.rank_pool import SHOW_STACKS, server
@@ -76,11 +77,13 @@ class Outcome:
 
 def _agent_main(worker: int, how: Calling) -> None:
     how.enter(how.num + worker)
+    devices.enter(worker)
     Agent(how.sockets, worker, Meeting(how.address, how.port, str(how.key) if how.key is not None else None)).run()
 
 
 def _caller_main(rank: int, how: Calling, pipe: Connection) -> None:
     how.enter(rank)
+    devices.enter(rank)
     if rank == 0:
         world = RankWorld.host(how.num, how.address, how.port)
     else:

@@ -20,6 +20,7 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -46,6 +47,7 @@ def enter() -> None:
         _setup_privateuseone_for_python_backend()
         _for_good.enter_context(replace_streams(TYPE, FarStreams()))
         ipc_buffers.MEMORIES[TYPE] = FarMemory()
+        dist.Backend.default_device_backend_map[TYPE] = "far"
         broadcast.Buckets = FarBuckets  # type: ignore[misc]
         _ready = True
 
@@ -281,6 +283,12 @@ class FarMemory:
             fd = os.open(handle.split()[0], os.O_RDWR)
             made.append(FarBuffer(HostBuffer.map(fd, size_bytes)))
         return made
+
+    def name(self, device: torch.device) -> str:
+        return str(device.index)
+
+    def find(self, name: str) -> torch.device:
+        return torch.device(TYPE, int(name))
 
     def free_bytes(self, device: torch.device) -> int | None:
         events.append("measured")

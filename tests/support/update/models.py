@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from tests.support.devices import here
 from treadle.update import Plain, Source
 from treadle.update.memory.copying import digest, opaque
 from treadle.weights.buffer_sizes import Memory
@@ -61,7 +62,7 @@ def source_of(have: Holding, rank: int, version: int) -> Source:
     held = {}
     for piece in have.pieces[rank]:
         array = numbers(have.tensors[piece.tensor], piece.box, version)
-        held[piece] = torch.from_numpy(array).view(torch.bfloat16)
+        held[piece] = here(torch.from_numpy(array).view(torch.bfloat16))
     return Source(have.tensors, held)
 
 
@@ -84,7 +85,7 @@ class Compare:
         wrong = []
         tensors = {tensor.name: tensor for tensor in adapter.layout().tensors}
         for piece in adapter.layout().pieces:
-            held = opaque(adapter.held[piece.tensor])
+            held = opaque(adapter.held[piece.tensor].cpu())
             if not np.array_equal(held, numbers(tensors[piece.tensor], piece.box, self.version)):
                 wrong.append(piece.tensor)
         return wrong

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from tests.support import devices
 from tests.support.patience import PATIENT_S
 from tests.support.rank_pool import server
 from treadle.host.sockets import connect
@@ -122,6 +123,7 @@ def zeros(want: Holding, worker: int, kind: type[Plain] = Plain) -> Plain:
 
 def _worker_main(directory: Path, worker: int, want: Holding, kind: type[Troubled], pipe: Connection) -> None:
     torch.set_num_threads(1)
+    devices.enter(worker)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     adapter = zeros(want, worker, kind)
     assert isinstance(adapter, Troubled)
@@ -258,6 +260,7 @@ def _spawned_main(
     serve: Callable[..., Endpoint], sockets: Path, worker: int, args: tuple[Any, ...], pipe: Connection
 ) -> None:
     torch.set_num_threads(1)
+    devices.enter(worker)
     with serve(sockets, worker, *args):
         pipe.send("up")
         _end_with_parent()

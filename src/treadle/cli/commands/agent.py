@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -17,10 +16,7 @@ def agent(
     at: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where rank 0 of those that call has opened its world.")],
     worker: Annotated[
         int,
-        typer.Option(
-            help="The number of the worker, counted over all hosts. Its GPU is the remainder by the host's number of "
-            "GPUs, or LOCAL_RANK."
-        ),
+        typer.Option(help="The number of the worker, counted over all hosts. Buffers are on the GPU of its weights."),
     ] = 0,
     key: Annotated[
         Path | None,
@@ -37,14 +33,9 @@ def agent(
     if not target.is_dir():
         raise ValueError(f"there is no directory {target}; give that of the engine's sockets, of mode 0700")
     with brought_by("update", needed_by="an agent"):
-        from torch.accelerator import device_count
-
         from treadle.update.agent import Agent, Meeting
-    from treadle.cli.commands.update import take_device
-
-    device = take_device(int(os.environ.get("LOCAL_RANK", worker % max(1, device_count()))))
     meeting = Meeting(host, int(port), str(key) if key is not None else None)
-    speaker = Agent(target, worker, meeting, device, lambda text: err.print(text, soft_wrap=True, markup=False))
+    speaker = Agent(target, worker, meeting, lambda text: err.print(text, soft_wrap=True, markup=False))
     try:
         speaker.run()
     except KeyboardInterrupt:

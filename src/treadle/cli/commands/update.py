@@ -190,12 +190,12 @@ def _be_rank(where: UpdateTarget, options: UpdateOptions, scope: UpdateScope, *,
 
     from treadle.update import UpdateError
 
-    device = _join_group()
+    _join_group()
     rank = dist.get_rank()
     bar = _Bar() if rank == 0 and err.is_terminal and not as_json else None
     say: Callable[[str], None] = err.print if rank == 0 and not as_json else lambda text: None
     try:
-        for done in _run(where, options, scope, device, say, bar):
+        for done in _run(where, options, scope, say, bar):
             if rank == 0:
                 _print(done, as_json=as_json)
     except UpdateError as error:
@@ -207,8 +207,8 @@ def _be_rank(where: UpdateTarget, options: UpdateOptions, scope: UpdateScope, *,
     return 0
 
 
-def _join_group() -> torch.device | None:
-    """Join the process group; return the GPU of this rank, if the host has any."""
+def _join_group() -> None:
+    """Join the process group, on the GPU of this rank if the host has any."""
     import torch.distributed as dist
 
     device = take_device(int(os.environ.get("LOCAL_RANK", os.environ[RANK])))
@@ -217,7 +217,6 @@ def _join_group() -> torch.device | None:
     if device is not None:
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
     dist.init_process_group(backend, timeout=timedelta(seconds=60))
-    return device
 
 
 def take_device(local_rank: int) -> torch.device | None:
@@ -243,7 +242,6 @@ def _run(
     where: UpdateTarget,
     options: UpdateOptions,
     scope: UpdateScope,
-    device: torch.device | None,
     say: Callable[[str], None],
     bar: _Bar | None,
 ) -> Iterator[Updated]:
@@ -254,9 +252,7 @@ def _run(
 
     vouched: dict[str, Any] = {"takeover": scope.takeover}
     shown: dict[str, Any] = {"say": say, "progress": bar if bar is not None else _silent}
-    with Updater(
-        where.target, ledger=where.log, key=where.key, options=options, device=device, **vouched, **shown
-    ) as updater:
+    with Updater(where.target, ledger=where.log, key=where.key, options=options, **vouched, **shown) as updater:
         for each in _each_order(where):
             with bar.progress if bar is not None else nullcontext():
                 done = _update_or_recover(updater, each)

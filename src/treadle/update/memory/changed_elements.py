@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from treadle.update.memory.copying import SIGNED, Array
+from treadle.update.memory.copying import SIGNED, Array, brought, copy
 
 BLOCK = 1 << 16
 """Most elements of a block: a place in it has 16 bits."""
@@ -102,11 +102,11 @@ def patch(raw: torch.Tensor, stream: torch.Tensor, *, swap: bool = False) -> lis
         end = block.offset_bytes + block.num * block.itemsize
         held = raw[block.offset_bytes : end].view(SIGNED[block.itemsize])
         values = stream[block.values].view(SIGNED[block.itemsize])
-        places = torch.from_numpy(block.places).to(raw.device) if block.places is not None else slice(None)
+        places = brought(torch.from_numpy(block.places), raw.device) if block.places is not None else slice(None)
         before = held[places].clone() if swap else None
-        held[places] = values.to(raw.device)
+        held[places] = brought(values, raw.device)
         if before is not None:
-            values.copy_(before)
+            copy(values, before)
         touched.append((block.offset_bytes, end))
     return touched
 

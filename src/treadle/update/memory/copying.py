@@ -2,14 +2,18 @@
 
 Digests are of the box's bytes in C order, whatever its strides. Elements are opaque: they are copied as integers of
 their size, so any dtype arrives bit by bit. On the host NumPy copies, in pieces that fit a core's cache; it is faster
-at that than torch. Between devices, and between a device and the host, torch copies on the current stream. `digest`
-brings a device's bytes to the host in pieces; those of buffers are summed on the device (`device_sums.py`).
+at that than torch. Between devices torch copies on the current stream, and between a device and the host through pinned
+memory, in pieces: a copy from or to other memory holds the host until it is done (torch 2.13,
+ATen/native/cuda/Copy.cu, `copy_kernel_cuda`), and torch's pinned allocator keeps a piece until its copies have ended
+(ATen/core/CachingHostAllocator.h). `digest` brings a device's bytes to the host in pieces; those of buffers are summed
+on the device (`device_sums.py`).
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
@@ -18,14 +22,14 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from treadle.dist.streams import streams_of
+from treadle.dist.streams import Download, streams_of
 from treadle.weights.tensor_boxes import ITEMSIZE
 
 Array: TypeAlias = npt.NDArray[Any]
 
 PIECE_BYTES = 512 << 10
 DEVICE_PIECE_BYTES = 16 << 20
-"""Bytes of a device that are compared, or copied for a digest, at once: enough that it is not all latency."""
+"""Bytes that are compared on a device, or copied from or to it, at once: enough that it is not all latency."""
 DIGEST_BYTES = 16
 _POLL_S = 0.00005
 
@@ -57,8 +61,46 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy all elements bit by bit, without a digest. Where both are on a device, it is done when the stream is."""
     if on_host(target) and on_host(source):
         np.copyto(opaque(target), opaque(source))
+    elif on_host(source):
+        _upload(target, source)
+    elif on_host(target):
+        into = opaque(target)
+        for at, part in _downloaded(source):
+            np.copyto(cut(into, at), part)
     else:
         _integers(target).copy_(_integers(source))
+
+
+def brought(source: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the host on a device."""
+    if device.type == source.device.type:
+        return source
+    made = torch.empty(source.shape, dtype=source.dtype, device=device)
+    copy(made, source)
+    return made
+
+
+def _upload(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy to a device, whose current stream does so later; the source may change at once."""
+    streams, values, into = streams_of(target.device), opaque(source), _integers(target)
+    assert streams is not None
+    for at in pieces(values.shape, values.itemsize, DEVICE_PIECE_BYTES):
+        part = cut(values, at)
+        room = streams.pinned(part.nbytes).view(into.dtype).view(part.shape)
+        np.copyto(opaque(room), part)
+        into[at].copy_(room, non_blocking=True)
+
+
+def _downloaded(source: torch.Tensor) -> Iterator[tuple[tuple[slice | int, ...], Array]]:
+    """Yield the parts of a device's tensor on the host; the next one is on its way meanwhile."""
+    ahead: deque[tuple[tuple[slice | int, ...], Download]] = deque()
+    for at in pieces(tuple(source.shape), source.element_size(), DEVICE_PIECE_BYTES):
+        ahead.append((at, Download(_integers(source)[at])))
+        if len(ahead) > 1:
+            done, part = ahead.popleft()
+            yield done, opaque(part.tensor())
+    for done, part in ahead:
+        yield done, opaque(part.tensor())
 
 
 def copy_hashed(target: torch.Tensor, source: torch.Tensor) -> bytes:
@@ -77,8 +119,8 @@ def digest(source: torch.Tensor) -> bytes:
         for at in pieces(array.shape, array.itemsize):
             hashed.update(_flat(cut(array, at)))
     else:
-        for at in pieces(tuple(source.shape), source.element_size(), DEVICE_PIECE_BYTES):
-            hashed.update(_flat(opaque(source[at].cpu())))
+        for _, part in _downloaded(source):
+            hashed.update(_flat(part))
     return hashed.digest()
 
 
@@ -90,7 +132,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     for at in pieces(tuple(one.shape), one.element_size(), DEVICE_PIECE_BYTES):
         a, b = one[at], other[at]
         if a.device != b.device:
-            a, b = a.cpu(), b.cpu()
+            a, b = Download(_integers(a)).tensor(), Download(_integers(b)).tensor()
         if not torch.equal(_integers(a), _integers(b)):
             return False
     return True

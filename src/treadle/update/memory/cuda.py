@@ -81,18 +81,28 @@ class CudaMemory:
             mapped.append(CudaBuffer(tensor[:size_bytes]))
         return mapped
 
+    def name(self, device: torch.device) -> str:
+        """Return the UUID of a GPU."""
+        return _uuids()[device.index if device.index is not None else torch.cuda.current_device()]
+
+    def find(self, name: str) -> torch.device:
+        """Return the GPU with a UUID. Raises ValueError where this process does not see it."""
+        return torch.device("cuda", index_of(name, _uuids(), "the worker's weights are", "the update rank"))
+
     def free_bytes(self, device: torch.device) -> int | None:
         """Bytes that the GPU has free, for all processes."""
         return torch.cuda.mem_get_info(device)[0]
 
 
-def index_of(gpu: str, visible: Sequence[str]) -> int:
+def index_of(
+    gpu: str, visible: Sequence[str], what: str = "the update rank's buffers are", who: str = "the worker"
+) -> int:
     """Return the index that this process has for the GPU with a UUID. Raises ValueError where it does not see it."""
     if gpu not in visible:
         seen = ", ".join(f"{index}: {uuid}" for index, uuid in enumerate(visible)) or "none"
         raise ValueError(
-            f"the update rank's buffers are on GPU {gpu}, the worker's process sees {seen}; make the rank's GPU "
-            "visible to the worker (CUDA_VISIBLE_DEVICES), or start the rank on the worker's GPU"
+            f"{what} on GPU {gpu}, {who}'s process sees {seen}; make that GPU visible to it (CUDA_VISIBLE_DEVICES), or "
+            "start the update rank with the GPUs of the worker"
         )
     return visible.index(gpu)
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from treadle.update.memory.copying import DIGEST_BYTES
+from treadle.dist.streams import Download
+from treadle.update.memory.copying import DIGEST_BYTES, copy
 
 
 def read_digests(raw: torch.Tensor, offset_bytes: int, checks: Sequence[int]) -> dict[int, bytes]:
@@ -16,7 +17,7 @@ def read_digests(raw: torch.Tensor, offset_bytes: int, checks: Sequence[int]) ->
     end = offset_bytes + DIGEST_BYTES * (max(checks) + 1)
     if end > len(raw):
         raise ValueError(f"a table of digests up to byte {end} is outside of a buffer of {len(raw)}")
-    table = raw[offset_bytes:end].cpu().numpy().tobytes()
+    table = Download(raw[offset_bytes:end]).tensor().numpy().tobytes()
     return {check: table[DIGEST_BYTES * check : DIGEST_BYTES * (check + 1)] for check in set(checks)}
 
 
@@ -25,4 +26,4 @@ def write_digests(raw: torch.Tensor, offset_bytes: int, digests: Mapping[int, by
     table = b"".join(digests[check] for check in range(len(digests)))
     if table:
         made = torch.frombuffer(bytearray(table), dtype=torch.uint8)
-        raw[offset_bytes : offset_bytes + len(table)].copy_(made)
+        copy(raw[offset_bytes : offset_bytes + len(table)], made)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
+from treadle.dist.streams import HOST_MEMORY
 from treadle.host.processes import no_descriptor_left
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -86,6 +87,14 @@ class HostMemory:
         if len(fds) != len(sizes_bytes):
             raise ValueError(f"{len(sizes_bytes)} buffers are named, {len(fds)} descriptors came")
         return [HostBuffer.map(fds.pop(0), size_bytes) for size_bytes in sizes_bytes]
+
+    def name(self, device: torch.device) -> str:
+        """Return none: a host has one memory."""
+        return ""
+
+    def find(self, name: str) -> torch.device:
+        """Return the host."""
+        return HOST_MEMORY
 
     def free_bytes(self, device: torch.device) -> int | None:
         """None: how much of a host's memory an update may take is the caller's choice."""

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from treadle.dist.streams import HOST_MEMORY
 from treadle.update.memory.cuda import CudaMemory
 from treadle.update.memory.host import HostMemory
 
@@ -41,6 +42,14 @@ class BufferMemory(Protocol):
         """Map buffers that another process shared; takes descriptors off `fds`. Raises ValueError for a bad one."""
         ...
 
+    def name(self, device: torch.device) -> str:
+        """The device's name in all processes of the host."""
+        ...
+
+    def find(self, name: str) -> torch.device:
+        """The device of that name in this process. Raises ValueError where it is not visible."""
+        ...
+
     def free_bytes(self, device: torch.device) -> int | None:
         """Bytes that can be allocated now; None where the memory is not measured."""
         ...
@@ -48,6 +57,18 @@ class BufferMemory(Protocol):
 
 MEMORIES: dict[str, BufferMemory] = {"cpu": HostMemory(), "cuda": CudaMemory()}
 """By torch's type of a device."""
+
+
+def name_of(device: torch.device) -> str:
+    """Return a name of the device for buffers of weights on `device`: "cpu", or its type and the name that it has."""
+    kind = device.type if device.type in MEMORIES else HOST_MEMORY.type
+    return f"{kind} {MEMORIES[kind].name(device)}".strip()
+
+
+def find(name: str) -> torch.device:
+    """Return the device with that `name_of` it. Raises ValueError where this process does not see it."""
+    kind, _, own = name.partition(" ")
+    return memory_of(kind).find(own)
 
 
 def memory_of(device_type: str) -> BufferMemory:

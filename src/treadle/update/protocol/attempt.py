@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from treadle.host.errors import TreadleError
+from treadle.update.protocol.buffer_device import DifferentDevicesError, common_device
 from treadle.update.protocol.catalogue import layout_digest, list_layouts
 from treadle.update.protocol.control import Asked, Enter, Fault, Layouts, Phase, Report
 from treadle.update.protocol.leases import Leases
@@ -48,7 +49,7 @@ class Attempt:
 
     `own`: what the coordinator itself has begun, for agents alone. `call` is the number of the last call, `called` are
     the agents it went to, `left_out` those that did not enter in time, with the reason. `grouped` is the last attempt
-    that made a process group, and its ranks.
+    that made a process group, its ranks, and their type of device.
     """
 
     callers: int
@@ -62,7 +63,7 @@ class Attempt:
     call: int = 0
     called: frozenset[int] = frozenset()
     left_out: Mapping[int, str] = field(default_factory=dict)
-    grouped: tuple[int, tuple[int, ...]] = (0, ())
+    grouped: tuple[int, tuple[int, ...], str] = (0, (), "")
 
     @property
     def statuses(self) -> dict[int, Status]:
@@ -121,11 +122,12 @@ class Attempt:
             if entry.asked != asked:
                 raise AttemptRefusedError(f"update rank {rank}", _difference(entry, first, next(iter(self.entered))))
         if not self.statuses:
-            raise AttemptRefusedError(
-                "the update ranks", "none of them speaks for a worker; start a rank beside each worker (worker=)"
-            )
+            away = "; ".join(f"worker {e.worker}: {e.away}" for _, e in sorted(self.entered.items()) if e.away)
+            none = "none of them speaks for a worker; start a rank beside each worker (worker=)"
+            raise AttemptRefusedError("the update ranks", f"no worker takes part; {away}" if away else none)
         self._refuse_logs(record, where)
         self._refuse_set(record, leases)
+        self._refuse_devices()
         record = self.start_from(record)
         if asked.kind == "update" and record.version is not None and asked.version <= record.version:
             raise AttemptRefusedError(
@@ -139,6 +141,18 @@ class Attempt:
             raise AttemptRefusedError(
                 "the caller", f"the source has version {asked.version}, version {record.version} is committed"
             )
+
+    @property
+    def device(self) -> str:
+        """The type of the device that buffers are on."""
+        return common_device({rank: entry.device for rank, entry in sorted(self.entered.items())})
+
+    def _refuse_devices(self) -> None:
+        """Refuse ranks that would make different process groups, and wait in vain for each other there."""
+        try:
+            _ = self.device
+        except DifferentDevicesError as error:
+            raise AttemptRefusedError("update ranks {} and {}".format(*error.ranks), str(error)) from error
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -373,12 +387,12 @@ class Attempt:
     def _group(self) -> int:
         """Return the attempt whose process group all ranks still have, or this one, which makes a new group."""
         had = {entry.group for entry in self.entered.values()}
-        made, ranks = self.grouped
-        return made if had == {made} and ranks == self.cast else self.epoch
+        made, *where = self.grouped
+        return made if had == {made} and where == [self.cast, self.device] else self.epoch
 
     def with_group(self) -> Attempt:
         """Return the attempt that knows of the process group that it uses."""
-        return replace(self, grouped=(self._group(), self.cast))
+        return replace(self, grouped=(self._group(), self.cast, self.device))
 
     def _only(self, record: Record, holds: tuple[int, ...]) -> tuple[tuple[str, ...] | None, str]:
         """Return the tensors that move, None for all; and why all move where the caller asked for less."""

@@ -13,6 +13,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
+from treadle.update.protocol.buffer_device import BufferDevice
 from treadle.update.protocol.update_messages import Describe, Grant, Hello, Message, Status, WeightLayout
 from treadle.update.update_options import UpdateOptions
 from treadle.weights.tensor_boxes import Box, Tensor
@@ -60,7 +61,8 @@ class Enter(Message, frozen=True):
     `worker` is the worker that it speaks for, None where it has none; that one's `status` is None where the rank has a
     `fault`. `group` is the attempt that made the process group the rank has, 0 if it has none. A rank that cannot take
     part enters with a `fault`, so that all ranks hear of it together. `away`: why its worker takes no part, where the
-    rank goes on without it. `call`: of an agent, the number of the call that it answers.
+    rank goes on without it. `call`: of an agent, the number of the call that it answers. `device`: where it can have
+    its buffers.
     """
 
     worker: int | None
@@ -72,6 +74,7 @@ class Enter(Message, frozen=True):
     fault: Fault | None = None
     away: str = ""
     call: int = 0
+    device: BufferDevice = BufferDevice()
 
 
 class Sides(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -120,10 +123,14 @@ class Call(Message, frozen=True):
 
 
 class Go(Message, frozen=True):
-    """Numbers the attempt: says which ranks take part in it, and has the `grant` with which they settle workers."""
+    """Numbers the attempt: says which ranks take part in it, and has the `grant` with which they settle workers.
+
+    Buffers are on a `device` of this type.
+    """
 
     cast: tuple[int, ...]
     grant: Grant
+    device: str = "cpu"
 
     @property
     def epoch(self) -> int:

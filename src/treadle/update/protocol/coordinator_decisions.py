@@ -232,8 +232,8 @@ def _fill(state: CoordinatorState, rank: int, status: Status, record: Record, no
     busy = not state.attempt.is_idle or now_ns < state.again_ns or state.num_awaited > 0
     if rank not in state.agents or serves or busy or record.version is None:
         return state, []
-    if is_foreign(record, status.log) or is_outdated(record, status):
-        return state, []
+    if not status.can_export or is_foreign(record, status.log) or is_outdated(record, status):
+        return state, []  # its peers are engines of the same kind
     asked = Asked("recover", 0, options=state.options)
     again_ns = now_ns + max(AGAIN_NS, state.leases.lease_ns or 0)
     state = replace(state, attempt=replace(state.attempt, own=asked), again_ns=again_ns)
@@ -275,7 +275,7 @@ def opened(state: CoordinatorState, epoch: int, record: Record) -> Step:
     lease_ns = 0 if state.leases.lease_ns is not None else None
     how = {"close": options.close, "drain_s": options.drain_s, "takeover": asked.takeover, "lease_ns": lease_ns}
     grant = _grant(epoch, record, **how)
-    return state, [Tell(Go(cast, grant), cast)]
+    return state, [Tell(Go(cast, grant, attempt.device), cast)]
 
 
 def decided(state: CoordinatorState) -> Step:

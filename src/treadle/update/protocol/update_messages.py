@@ -17,7 +17,7 @@ import msgspec
 from treadle.weights.tensor_boxes import Piece, Tensor
 from treadle.weights.update_plan import Item, Take
 
-PROTOCOL = 13
+PROTOCOL = 14
 
 MOST_PLANS = 8
 """How many plans a worker keeps; it drops the oldest."""
@@ -178,7 +178,8 @@ class Status(Message, frozen=True):
     the first worker of its engine. `stamp_ns` is the time of this status by the worker's clock, `term` the last
     coordinator of its log that it heard. `plans` are those that it has, `base` the one whose boxes it keeps a copy of
     as they are served; empty where it has none. `layout` numbers the layout that it wants, which its engine may change
-    when a load is finished. `rollback_bytes`: its copy, which a delta lets grow with each bucket.
+    when a load is finished. `rollback_bytes`: its copy, which a delta lets grow with each bucket. `device` is where
+    its weights are, by a name that all processes of the host have for it (`ipc_buffers.name_of`).
     """
 
     worker: int
@@ -204,6 +205,7 @@ class Status(Message, frozen=True):
     can_export: bool = False
     plans: tuple[str, ...] = ()
     rollback_bytes: int = 0
+    device: str = "cpu"
 
 
 class WeightLayout(Message, frozen=True):

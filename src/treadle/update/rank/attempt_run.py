@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+import torch
 from msgspec.structs import replace as replaced
 
+from treadle.dist.streams import HOST_MEMORY
 from treadle.update.coordinator.late_ranks import HEAR_S
 from treadle.update.errors import UpdateError, failure
 from treadle.update.protocol import rank
@@ -19,6 +21,7 @@ from treadle.update.protocol.catalogue import layout_digest
 from treadle.update.protocol.control import Enter, Fault, FromCoordinator, Go, Layouts, Phase, Sample, Sides
 from treadle.update.protocol.rank import Action, AskWorker, AttemptDone, RankState, TellCoordinator, Work
 from treadle.update.protocol.update_messages import Begin, Describe, Finish, Grant, Refused, Status, WeightLayout
+from treadle.update.rank.attempt_device import AttemptDevice
 from treadle.update.rank.broadcast import BroadcastError
 from treadle.update.rank.bucket_loop import BucketLoop
 from treadle.update.rank.common_base import gather_missing, missing_base, why_all_move
@@ -36,6 +39,9 @@ from treadle.wire.errors import PeerGoneError, WireError
 FAREWELL_S = 3.0
 """How long a failed attempt waits for its worker to go back; the worker goes on by itself after that."""
 
+GONE_S = 0.05
+"""How long a worker that was left out and has not been heard since is called."""
+
 EXPLAIN_S = 1.5
 """How long a rank whose broadcast broke off waits to be told why."""
 
@@ -50,6 +56,7 @@ class AttemptRun:
             context.rank, context.options, version=request.asked.version, speaks=context.own_worker is not None
         )
         self.coordinator.begin(request.call)
+        self._device = AttemptDevice(context.given, None, request.source)
         self.seconds: dict[str, float] = {}
         self.loop: BucketLoop | None = None
         self._has = self._wants = WeightLayout((), ())
@@ -99,6 +106,9 @@ class AttemptRun:
             go = self.state.go
             assert go is not None
             self.context.broadcasts.cast = go.cast
+            self.context.use(self._device.of_type(go.device))
+            if self.request.call and self.context.device.type != HOST_MEMORY.type:  # an agent's thread
+                torch.accelerator.set_device_index(self.context.device.index)  # what names none would be on the first
             self.context.share.settle(go.grant.log, go.grant.epochs)
         while not isinstance(action, AttemptDone):
             with self._in(self.phase):
@@ -180,11 +190,12 @@ class AttemptRun:
         layouts = layout_digest(self._has), self._wants_digest
         status = self._status if fault is None and not away else None
         asked, call, group = self.request.asked, self.request.call, self.context.broadcasts.made
-        return Enter(self._number, asked, *layouts, status, group, fault, away, call)
+        return Enter(self._number, asked, *layouts, status, group, fault, away, call, self._device.told)
 
     def _leave_out(self, why: str) -> str:
         """Go on without the worker, whose lease then ends; why."""
         self.worker.drop()
+        self.context.was_away = True
         self.state = replace(self.state, speaks=False)
         self._status, self._wants, self._wants_digest = None, WeightLayout((), ()), NO_LAYOUT
         return why
@@ -193,13 +204,17 @@ class AttemptRun:
         deadline_s = self.options.meet_s
         if time.monotonic() < self.context.sick_until_s:
             raise WorkerRefusedError(Refused("failed", f"an attempt failed by it: {self.context.why_sick}"))
-        self.worker.connect(self.context.rank, deadline_s)
+        keeper = self.context.keeper
+        is_gone = self.context.was_away and keeper is not None and not keeper.hears
+        self.worker.connect(self.context.rank, GONE_S if is_gone else deadline_s)
+        self.context.was_away = False
         self._status = self.worker.settled_in(deadline_s)
         if not self._status.holds_slot and self.options.least is not None:
             text = f"process {self._status.before} was this worker before, and has neither ended nor closed"
             raise WorkerRefusedError(Refused("taken", text))
         self._wants = self.worker.layout(self._status.layout, deadline_s)
         self._wants_digest = self.worker.layout_digest
+        self._device = AttemptDevice(self.context.given, self._status, self.request.source)
 
     @property
     def _number(self) -> int | None:

@@ -17,6 +17,7 @@ from treadle.dist.device import device_of
 from treadle.dist.groups import Group
 from treadle.dist.native_sockets import Sockets
 from treadle.dist.rank_world import RankWorld
+from treadle.dist.streams import HOST_MEMORY
 from treadle.host.errors import TreadleError
 from treadle.update.rank.inbox import Inbox
 
@@ -92,9 +93,9 @@ class Broadcasts:
     are the ranks of the present attempt.
     """
 
-    def __init__(self, name: str, world: RankWorld, deadline_s: float, device: torch.device) -> None:
+    def __init__(self, name: str, world: RankWorld, deadline_s: float) -> None:
         self.name, self.world, self.deadline = name, world, timedelta(seconds=deadline_s)
-        self.device = device
+        self.device = HOST_MEMORY
         self.made = 0
         self.cast: tuple[int, ...] = tuple(range(world.size))
         self.waiter: Waiter | None = None
@@ -137,7 +138,7 @@ class Broadcasts:
             with sockets.recording():
                 group = self.make(str(epoch))
             if self.device.type == "cpu":
-                listening = torch.tensor([*sockets.ports, *[0] * MOST_PORTS][:MOST_PORTS])
+                listening = torch.tensor([*sockets.ports, *[0] * MOST_PORTS][:MOST_PORTS], device=HOST_MEMORY)
                 sockets.keep(torch.cat(group.all_gather(listening)).tolist())
             made.append((group, sockets))
         except Exception as error:  # raised in the thread that waits

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from treadle.dist.device import device_of
-from treadle.dist.streams import streams_of
+from treadle.dist.streams import Download, streams_of, upload
 from treadle.host.pressure import short_of_cores
 from treadle.update.memory.ipc_buffers import Buffer
 from treadle.update.protocol.update_messages import Move, Moved
@@ -193,17 +193,17 @@ class BucketLoop:
         alike = takewhile(lambda at: buckets[at].round == buckets[number].round, range(number, len(buckets)))
         numbers = list(alike)
         own = [self.delta_bytes(at) if buckets[at].source == self.rank else 0 for at in numbers]
-        sizes = torch.tensor(own, dtype=torch.int64, device=self.device)
+        sizes = upload(own, torch.int64, self.device)
         self.wait(self.group.allreduce([sizes]))
-        self._sizes.update(zip(numbers, sizes.tolist(), strict=True))
+        self._sizes.update(zip(numbers, Download(sizes).tolist(), strict=True))
 
     def total_bytes(self) -> int:
         """Return the bytes of changed elements that all ranks have sent. All ranks call this together."""
         buckets = self.shares.plan.buckets
         own = sum(size * buckets[at].times for at, size in self._sizes.items() if buckets[at].source == self.rank)
-        total = torch.tensor([own], dtype=torch.int64, device=self.device)
+        total = upload([own], torch.int64, self.device)
         self.wait(self.group.allreduce([total]))
-        return int(total)
+        return int(Download(total).tolist()[0])
 
     def _look(self) -> None:
         """Compare the bucket before with this rank's own weights, while the next one is broadcast.

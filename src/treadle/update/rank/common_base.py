@@ -7,6 +7,7 @@ from enum import IntEnum
 
 import torch
 
+from treadle.dist.streams import Download, upload
 from treadle.update.protocol.update_messages import Status
 from treadle.update.rank.comparing import TieComparison
 from treadle.update.rank.context import RankContext
@@ -54,8 +55,8 @@ def gather_missing(context: RankContext, group: int, own: MissingBase) -> dict[i
     made = broadcasts.group_of(group, context.inbox)
     assert broadcasts.waiter is not None
     found = [torch.zeros(1, dtype=torch.int64, device=device) for _ in made.ranks]
-    broadcasts.waiter.wait(made.communicator.allgather([found], [torch.tensor([int(own)], device=device)]))
-    return {rank: MissingBase(int(missing)) for rank, missing in zip(made.ranks, found, strict=True)}
+    broadcasts.waiter.wait(made.communicator.allgather([found], [upload([int(own)], torch.int64, device)]))
+    return {rank: MissingBase(Download(missing).tolist()[0]) for rank, missing in zip(made.ranks, found, strict=True)}
 
 
 def why_all_move(missing: Mapping[int, MissingBase]) -> str:

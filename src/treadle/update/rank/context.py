@@ -42,12 +42,13 @@ class RankContext:
 
     `directory` has the workers' sockets; `own_worker` is the connection to this rank's, if it has one. `say` is called
     with a line for people before something costly happens, `progress` with bytes moved so far and bytes in all.
+    `given`: the device that the caller wants for buffers, None for any.
     """
 
     rank: int
     directory: Path
     options: UpdateOptions
-    device: torch.device
+    given: torch.device | None
     inbox: Inbox
     coordinator: CoordinatorClient
     own_worker: WorkerClient | None
@@ -64,6 +65,8 @@ class RankContext:
     sick_until_s: float = 0.0
     """Until when this rank leaves its worker out, as an attempt failed by it (monotonic)."""
     why_sick: str = ""
+    was_away: bool = False
+    """Whether the last attempt left the worker out."""
     share: CommittedShare = field(default_factory=CommittedShare)
 
     @property
@@ -71,6 +74,17 @@ class RankContext:
         """The connection to this rank's worker, for ranks that have one."""
         assert self.own_worker is not None
         return self.own_worker
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the buffers."""
+        return self.buffers.device
+
+    def use(self, device: torch.device) -> None:
+        """Have the buffers of this attempt, and its process group, on a device."""
+        if device != self.device:
+            self.buffers.free()
+            self.buffers, self.broadcasts.device = RankBuffers(device), device
 
     @property
     def is_measured(self) -> bool:

@@ -12,8 +12,10 @@ from types import TracebackType
 
 import torch
 
+from treadle.dist.streams import HOST_MEMORY
 from treadle.host.pressure import short_of_cores
 from treadle.update.memory.changed_elements import ElementRun, room_for
+from treadle.update.memory.copying import copy
 from treadle.update.memory.ipc_buffers import Buffer
 from treadle.update.rank.bucket_packing import Packer
 from treadle.update.rank.committed_share import CommittedShare
@@ -48,19 +50,19 @@ class NotedPacker:
 
     def __init__(self, shares: Shares, packer: Packer, share: CommittedShare) -> None:
         self.shares, self.packer, self.share = shares, packer, share
-        self._raw = torch.empty(0, dtype=torch.uint8)
+        self._raw = torch.empty(0, dtype=torch.uint8, device=HOST_MEMORY)
 
     def fill(self, buffer: Buffer, number: int) -> None:
         """Put a bucket and its digests into a buffer."""
         self.note(number)
         end = self.shares.tables[number].end_bytes
-        buffer.tensor[:end].copy_(self._raw[:end])
+        copy(buffer.tensor[:end], self._raw[:end])
 
     def note(self, number: int) -> torch.Tensor:
         """Pack a bucket, and return what is noted of it."""
         plan, table = self.shares.plan, self.shares.tables[number]
         if not len(self._raw):
-            self._raw = torch.empty(self.shares.buffer_bytes, dtype=torch.uint8)
+            self._raw = torch.empty(self.shares.buffer_bytes, dtype=torch.uint8, device=HOST_MEMORY)
         size_bytes = plan.buckets[number].size_bytes
         self._raw[:size_bytes].zero_()  # padding is compared, too
         self.packer.pack(self._raw[: table.end_bytes], number)
@@ -99,9 +101,9 @@ class DeltaPacker:
     def fill(self, buffer: Buffer, number: int) -> None:
         """Put the changed elements of a bucket, and its digests, into a buffer."""
         stream, table = self._of(number)
-        buffer.tensor[: len(stream)].copy_(stream)
+        copy(buffer.tensor[: len(stream)], stream)
         begin = aligned(len(stream))
-        buffer.tensor[begin : begin + len(table)].copy_(table)
+        copy(buffer.tensor[begin : begin + len(table)], table)
 
     def __enter__(self) -> DeltaPacker:
         return self

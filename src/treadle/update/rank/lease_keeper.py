@@ -49,6 +49,11 @@ class LeaseKeeper:
             self._changed.notify_all()
             return self._changed.wait_for(lambda: self._done >= mine, deadline_s)
 
+    @property
+    def hears(self) -> bool:
+        """Whether the worker answered in the last round."""
+        return self._link is not None
+
     def close(self) -> None:
         """End the thread. The worker serves until its lease is over."""
         with self._changed:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from treadle.dist.streams import HOST_MEMORY, streams_of
-from treadle.update.memory.ipc_buffers import MEMORIES, Buffer, memory_of
+from treadle.dist.streams import streams_of
+from treadle.update.memory.ipc_buffers import Buffer, memory_of
 from treadle.update.rank.shares import Shares
-from treadle.update.rank.source import Source, WeightSource
 
 
 class RankBuffers:
@@ -55,15 +54,3 @@ class RankBuffers:
         for buffer in self.all:
             buffer.close()
         self.ipc, self.h2d = [], []
-
-
-def detour_of(source: WeightSource | None) -> str:
-    """Return a note for weights on a device that go through buffers on the host, though they need not."""
-    held = source.held.values() if isinstance(source, Source) else ()
-    on = next((tensor.device for tensor in held), HOST_MEMORY)
-    if on.type == HOST_MEMORY.type or on.type not in MEMORIES:
-        return ""
-    return (
-        f"the weights are on {on} and go through buffers on the host, the default; "
-        f"Updater(..., device=torch.device({str(on)!r})) keeps them on the device, on ranks whose engines are on one"
-    )

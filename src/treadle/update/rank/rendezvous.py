@@ -29,7 +29,7 @@ from treadle.wire.listeners import Listener, call_path, call_port, listen_at_pat
 class CoordinatorContact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where the coordinator is, or why there is none (`error`). `number` is its host's; `port` 0: a Unix socket.
 
-    `world` ranks call for updates, which are done by `options` over buffers on a `device`, torch's type of it.
+    `world` ranks call for updates, which are done by `options`.
     """
 
     number: int = 0
@@ -40,7 +40,6 @@ class CoordinatorContact(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     error: str = ""
     world: int = 0
     options: UpdateOptions = UpdateOptions()
-    device: str = "cpu"
 
 
 class StartFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,11 +73,8 @@ class Rendezvous:
     older than the world, and have made updaters in another. An agent joins the newest.
     """
 
-    def __init__(
-        self, directory: Path, address: str | None, world: RankWorld, options: UpdateOptions, *, device: str = "cpu"
-    ) -> None:
+    def __init__(self, directory: Path, address: str | None, world: RankWorld, options: UpdateOptions) -> None:
         self.path, self.address, self.world, self.options = directory / "coordinator.sock", address, world, options
-        self.device = device
         self.key: bytes | None = None
         self._store = _store_of(world.store)
         if world.rank < world.size:
@@ -115,7 +111,7 @@ class Rendezvous:
             raise
         port = listener.server.getsockname()[1] if self.key is not None else 0
         about = host_number(), socket.gethostname(), os.getpid(), address, port
-        self._publish(CoordinatorContact(*about, world=self.world.size, options=self.options, device=self.device))
+        self._publish(CoordinatorContact(*about, world=self.world.size, options=self.options))
         self._store.set(_NEWEST, self.name)
         return made
 
@@ -124,12 +120,6 @@ class Rendezvous:
         contact = self._contact(deadline_s)
         if contact.error:
             raise RuntimeError(f"update rank 0 could not start its coordinator: {contact.error}")
-        if contact.device != self.device:
-            raise ValueError(
-                f"the buffers of update rank 0 are on {contact.device} and this rank's on {self.device}, so they would "
-                "make different process groups; give all ranks the type of device that the weights are on, for "
-                "example Updater(..., device=torch.device('cuda', local_rank))"
-            )
         if bool(contact.port) != (self.key is not None):
             keyed, bare = ("this rank", "update rank 0") if self.key is not None else ("update rank 0", "this rank")
             raise ValueError(f"{keyed} was given a key and {bare} none; give all ranks the same one, or none any")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from treadle.dist.streams import HOST_MEMORY
+from treadle.update.memory.copying import copy
 from treadle.update.rank.source import Source, dtype_name
 from treadle.weights.tensor_boxes import Tensor
 
@@ -32,7 +33,9 @@ def staged_share(
         owner = min(range(num_ranks), key=bytes_of.__getitem__)
         bytes_of[owner] += tensor.numel() * tensor.element_size()
         if owner == rank:
-            kept[name] = tensor.detach().to(HOST_MEMORY, _dtype(name, tensor, forms), copy=True).contiguous()
+            cast = tensor.detach().to(_dtype(name, tensor, forms))
+            kept[name] = torch.empty(cast.shape, dtype=cast.dtype, device=HOST_MEMORY)
+            copy(kept[name], cast)
     return Source.of(kept)
 
 

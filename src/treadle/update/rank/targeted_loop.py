@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from treadle.dist.streams import Download, upload
 from treadle.ir.program import NEVER
 from treadle.update.rank.bucket_loop import BucketLoop, Fill
 from treadle.weights.update_plan import UpdatePlan
@@ -161,7 +162,7 @@ class TargetedLoop(BucketLoop):
         if out is not None:
             if out.ipc == NEVER:
                 self._sizes[out.bucket] = self.delta_bytes(out.bucket)
-            goes = torch.tensor([self._sizes[out.bucket]], dtype=torch.int64, device=self.device)
+            goes = upload([self._sizes[out.bucket]], torch.int64, self.device)
             if out.peer == self.rank:
                 return
         if into is not None:
@@ -169,4 +170,4 @@ class TargetedLoop(BucketLoop):
         self._exchange(step, goes, comes)
         if into is not None:
             assert comes is not None
-            self._sizes[into.bucket] = int(comes)
+            self._sizes[into.bucket] = Download(comes).tolist()[0]

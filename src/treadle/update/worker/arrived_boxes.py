@@ -8,6 +8,7 @@ from typing import overload
 
 import torch
 
+from treadle.dist.streams import Download
 from treadle.update.memory.box_columns import BoxColumns, SharedDigest
 from treadle.update.memory.copying import DIGEST_BYTES, copy, copy_hashed, digest, on_host
 from treadle.update.memory.device_sums import Sums
@@ -121,7 +122,7 @@ class StagedArrivals(Sequence[Arrival]):
         groups = {check: [at] for at, check in self.columns.alone.items()}
         groups |= {check: shared.boxes for check, shared in self.columns.shared.items()}
         views = ([boxes.view(self.raw, at) for at in ats] for ats in groups.values())
-        table = Sums(self.raw).table(views).cpu().numpy().tobytes()
+        table = Download(Sums(self.raw).table(views)).tensor().numpy().tobytes()
         starts = range(0, len(table), DIGEST_BYTES)
         return {check: table[at : at + DIGEST_BYTES] for check, at in zip(groups, starts, strict=True)}
 

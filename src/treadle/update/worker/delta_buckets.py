@@ -13,8 +13,10 @@ from pathlib import Path
 
 import torch
 
+from treadle.dist.streams import HOST_MEMORY
 from treadle.update.memory.box_columns import BoxColumns
 from treadle.update.memory.changed_elements import patch
+from treadle.update.memory.copying import copy
 from treadle.update.memory.digests import read_digests
 from treadle.update.memory.ipc_buffers import Buffer
 from treadle.update.protocol.update_messages import Share
@@ -48,7 +50,7 @@ class DeltaBuckets:
         self.plan, self.keeps = plan, keeps
         self._read, self._where, self._part = read, where, part
         self._back: dict[int, torch.Tensor] = {}
-        self._raw = torch.empty(0, dtype=torch.uint8)
+        self._raw = torch.empty(0, dtype=torch.uint8, device=HOST_MEMORY)
         self._device = self._raw.device
 
     @property
@@ -61,7 +63,8 @@ class DeltaBuckets:
         if not 0 < aligned(delta_bytes) <= len(buffer.tensor):
             raise ValueError(f"{delta_bytes} bytes of changed elements are not in a buffer of {len(buffer.tensor)}")
         table = read_digests(buffer.tensor, aligned(delta_bytes), share.checks) if checked else {}
-        stream = buffer.tensor[:delta_bytes].to("cpu", copy=True)
+        stream = torch.empty(delta_bytes, dtype=torch.uint8, device=HOST_MEMORY)
+        copy(stream, buffer.tensor[:delta_bytes])
         self._device = buffer.tensor.device
         touched = self._patch(share, stream, swap=True)
         return DecodedBucket(share.bucket, StagedArrivals(self.plan.staged(share), self._raw, table), touched, stream)

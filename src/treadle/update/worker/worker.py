@@ -19,7 +19,7 @@ from typing import Any
 
 from treadle.host.boot_clock import boot_ns
 from treadle.update.memory.copying import finish_copies, on_host
-from treadle.update.memory.ipc_buffers import Buffer, memory_of
+from treadle.update.memory.ipc_buffers import Buffer, memory_of, name_of
 from treadle.update.protocol import worker_decisions as deciding
 from treadle.update.protocol.leases import Lease, extends, is_served, leased
 from treadle.update.protocol.update_messages import (
@@ -133,6 +133,7 @@ class Worker:
             plans=tuple(self.plans),
             rollback_bytes=self._rollback.size_bytes,
             layout=self._num_layouts,
+            device=name_of(self.adapter.device),
         )
 
     def handle(self, message: Any) -> FromWorker:

@@ -18,10 +18,8 @@ import msgspec
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from treadle.dist.streams import streams_of
 from treadle.update.adapters.vllm.extension import open_endpoint
 from treadle.update.agent import Meeting, start_agent, stop_agent
-from treadle.update.memory.ipc_buffers import MEMORIES
 from treadle.update.worker.endpoint import Endpoint
 
 BACKEND = "treadle"
@@ -67,8 +65,7 @@ class TreadleEngine(WeightTransferEngine[TreadleInit, TreadleUpdate]):  # type: 
     def _join(self, endpoint: Endpoint, meeting: Meeting) -> None:
         """Start this worker's agent, in place of one that joins an earlier trainer."""
         self._leave()
-        device = self.device if self.device.type in MEMORIES and streams_of(self.device) is not None else None
-        self.agent = start_agent(meeting, endpoint.path.parent, endpoint.worker.worker, device)
+        self.agent = start_agent(meeting, endpoint.path.parent, endpoint.worker.worker)
 
     def _leave(self) -> None:
         if self.agent is not None:
