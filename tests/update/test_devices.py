@@ -262,6 +262,7 @@ def freed(updater: Updater, rank: int, places: Places) -> list[bool]:
     _differ(updater, rank, source)
     with pytest.raises(UpdateError, match="they hold different weights"):
         updater.update(source, 3)
+    assert far.streams_made["h2d"] == 1, "the allocator keeps blocks for each"
     return [_has_buffers(pid) for pid in pids]
 
 

@@ -117,6 +117,9 @@ copied_ns: Counter[str] = Counter()
 """What the copies within the device took in this process, by the stream that they ran on."""
 
 
+streams_made: Counter[str] = Counter()
+
+
 def now_ns() -> int:
     """The device's clock: the host's, and the time of all copies."""
     return perf_counter_ns() + copied_ns.total()
@@ -131,6 +134,7 @@ class FarStreams:
     """The seam of `treadle.dist.streams`."""
 
     def new(self, device: torch.device, name: str) -> FarStream:
+        streams_made[name] += 1
         return FarStream(name)
 
     def current(self, device: torch.device) -> FarStream:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from treadle.dist.device import device_of
-from treadle.dist.streams import Download, streams_of, upload
+from treadle.dist.streams import DeviceStream, Download, streams_of, upload
 from treadle.host.pressure import short_of_cores
 from treadle.update.memory.ipc_buffers import Buffer
 from treadle.update.protocol.update_messages import Move, Moved
@@ -83,6 +83,7 @@ class BucketLoop:
         wait: Callable[[Any], None],
         deadline_s: float,
         checked: bool,
+        stream: DeviceStream | None = None,
         compare: Callable[[Buffer, int], None] | None = None,
     ) -> None:
         self.shares, self.rank, self.epoch, self.device = shares, rank, epoch, device
@@ -94,6 +95,7 @@ class BucketLoop:
         self._waiting: deque[int] = deque()
         self._filled: dict[int, tuple[Any, Any]] = {}
         self._packed: _Packed | None = None
+        self._stream = stream
         self._compare = compare
         self.delta_bytes: Callable[[int], int] | None = None
         self._sizes: dict[int, int] = {}
@@ -135,7 +137,7 @@ class BucketLoop:
 
     def _pack_ahead(self, fill: Fill, *, alone: bool) -> None:
         rounds = [self.shares.plan.buckets[number].round for number in self.own] if alone else None
-        self._packed = _Packed(self.h2d, self.own, self._timed(fill), self.device, rounds)
+        self._packed = _Packed(self.h2d, self.own, self._timed(fill), self.device, rounds, self._stream)
 
     def _place(self, number: int, fill: Fill) -> tuple[int, int]:
         """When the broadcast begins, and the index of its buffer, counted over IPC and then H2D buffers.
@@ -247,8 +249,8 @@ class _Packed:
 
     A lone buffer, with the `rounds` of its buckets, is filled when their round begins, as planned: copies and
     broadcasts then do not share links. Another is filled again as soon as its bucket was broadcast and loaded. On a
-    device the thread has a stream, which begins after what the calling thread's stream was told so far: that may still
-    write the source's weights.
+    device the thread has a `stream`, which begins after what the calling thread's stream was told so far: that may
+    still write the source's weights.
     """
 
     def __init__(
@@ -258,6 +260,7 @@ class _Packed:
         fill: Fill,
         device: torch.device,
         rounds: Sequence[int] | None = None,
+        stream: DeviceStream | None = None,
     ) -> None:
         self._buffers, self._alone, self._round = buffers, rounds is not None, 0
         self._rounds = deque(rounds or ())
@@ -267,7 +270,7 @@ class _Packed:
         self._device, self._streams = device, streams_of(device)
         self._launching: AbstractContextManager[Any] = nullcontext()
         if self._streams is not None:
-            stream = self._streams.new(device, "h2d")
+            assert stream is not None
             stream.wait_event(self._streams.event(device))
             self._launching = self._streams.on(stream)
         if self._alone:

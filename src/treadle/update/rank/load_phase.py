@@ -62,6 +62,7 @@ class Loading:
             wait=context.broadcasts.waiter.wait,
             deadline_s=context.options.deadline_s,
             checked=context.options.checked,
+            stream=context.buffers.stream,
             compare=_all_of(looks) if looks else None,
         )
         if isinstance(self.loop, TargetedLoop):

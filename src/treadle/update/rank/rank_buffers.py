@@ -6,9 +6,11 @@ engine need the memory in between.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
-from treadle.dist.streams import streams_of
+from treadle.dist.streams import DeviceStream, streams_of
 from treadle.update.memory.ipc_buffers import Buffer, memory_of
 from treadle.update.rank.shares import Shares
 
@@ -38,6 +40,12 @@ class RankBuffers:
         while held:
             held.pop().close()
         return [self.memory.make(size_bytes, self.device) for _ in range(num)]
+
+    @cached_property
+    def stream(self) -> DeviceStream | None:
+        """The stream on which buckets are packed, one for all updates: the allocator caches blocks by stream."""
+        streams = streams_of(self.device)
+        return streams.new(self.device, "h2d") if streams is not None else None
 
     @property
     def free_bytes(self) -> int | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import msgspec
+import torch
 from vllm.distributed.weight_transfer import TrainerWeightTransferEngine, WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import TrainerInitInfo
 
@@ -54,6 +55,8 @@ class TreadleTrainerInit(TrainerInitInfo):  # type: ignore[misc]
     """The least version of the next update, which is otherwise the one after the committed one."""
     options: UpdateOptions = field(default_factory=UpdateOptions)
     takeover: bool = False
+    device: str | None = None
+    """Where buffers are: "cpu" sends through the host; by default on the devices of the weights and the engine."""
 
 
 class TreadleTrainer(TrainerWeightTransferEngine[TreadleTrainerInit]):  # type: ignore[misc]
@@ -97,6 +100,7 @@ class TreadleTrainer(TrainerWeightTransferEngine[TreadleTrainerInit]):  # type: 
             key=Path(key) if key is not None else None,
             address=init_info.address if init_info.rank == 0 else None,
             options=init_info.options,
+            device=torch.device(init_info.device) if init_info.device is not None else None,
             takeover=init_info.takeover,
             world=world,
             agents=init_info.num_workers,
