@@ -25,6 +25,7 @@ def tensors() -> list[torch.Tensor]:
 
 def sim() -> torch.device:
     sim_device.load(delay_us=200, seed=1)
+    torch.set_default_device("cpu")
     return torch.device(sim_device.NAME, 0)  # a name that torch knows from then on
 
 

@@ -38,6 +38,7 @@ def enter(plant: str, seed: int, index: int) -> torch.device:
     sim_device.load(delay_us=LATE_US, seed=seed)
     share_buffers()
     torch.accelerator.set_device_index(index)
+    torch.set_default_device("cpu")
     if plant:
         from tests.support import planted
 

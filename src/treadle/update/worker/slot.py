@@ -64,7 +64,7 @@ class Slot:
             if fd < 0:
                 fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             elif now is not self:
-                now._fd, now.held = None, False
+                now._fd, now.held, now._is_over = None, False, True
             self._fd = fd
             self._files[self._place] = fd, self
         return True
