@@ -192,9 +192,9 @@ def patience(rank: int, fleet: Fleet, versions: int) -> list[float]:
         worker = updater.context.worker
         connect = worker.connect
 
-        def noted(own: int, deadline_s: float) -> None:
+        def noted(rank: int, deadline_s: float) -> None:
             called.append(deadline_s)
-            connect(own, deadline_s)
+            connect(rank, deadline_s)
 
         worker.connect = noted  # type: ignore[method-assign]
         for version in range(1, versions + 1):

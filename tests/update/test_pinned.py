@@ -74,8 +74,8 @@ def stages_pinned(_: int) -> None:
     device = sim()
     drawn = [("a", torch.arange(64.0)), ("b", torch.arange(32.0).view(4, 8).t())]
     there = [(name, torch.empty_like(tensor, device=device)) for name, tensor in drawn]
-    for (_, tensor), (_, into) in zip(drawn, there, strict=True):
-        copy(into, tensor)
+    for at, (_name, into) in enumerate(there):
+        copy(into, drawn[at][1])
     with sim_device.forbid_waits():
         held = staged_share(there, 0, 1).held
     for piece, tensor in held.items():
