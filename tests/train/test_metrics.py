@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import time
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
@@ -61,6 +62,18 @@ def test_a_row_that_was_cut_off_stays_a_line(tmp_path: Path) -> None:
     log.close()
     cut, row = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert (cut, json.loads(row)["step"]) == ('{"step": 1', 7)
+
+
+def test_rows_have_the_time_and_the_restart(tmp_path: Path) -> None:
+    began = time.time() - 0.001  # rounded
+    for restart in (0, 1):
+        log = RunLog(tmp_path, 0, steps=9, tensorboard=False, on_gpu=False, restart=restart)
+        log.step(FACTS, printed=False)
+        log.evaluation(7, 2.0, 100)
+        log.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["restart"] for row in rows] == [0, 0, 1, 1]
+    assert all(began <= row["time"] <= time.time() + 0.001 for row in rows)
 
 
 def test_memory_of_a_process_is_not_called_that_of_a_gpu() -> None:

@@ -48,6 +48,27 @@ def test_a_number_out_of_range_is_refused_by_its_name(path: tuple[str, ...], num
         check_config(with_number(path, number))
 
 
+@pytest.mark.parametrize("path", NUMBERS, ids=".".join)
+def test_a_huge_number_is_refused_by_its_name(path: tuple[str, ...]) -> None:
+    """A deadline of 1e12 s was an OverflowError of threads, behind the start of all ranks."""
+    whole = isinstance(getattr(_of(TrainConfig(), path), path[-1]), int)
+    for number in (10**300, 2**60) if whole else (1e300, 1e17):
+        with pytest.raises(ValueError, match=path[-1]):
+            check_config(with_number(path, number))
+
+
+@pytest.mark.parametrize(("path", "number"), [("parallel.deadline_s", 1e12), ("optimizer.bucket_mb", 1e9)])
+def test_a_wait_and_a_bucket_are_of_this_world(path: str, number: float) -> None:
+    with pytest.raises(ValueError, match=f"{path} is at most 1,000,000"):
+        check_config(with_number(tuple(path.split(".")), number))
+
+
+def _of(config: Any, path: tuple[str, ...]) -> Any:
+    for name in path[:-1]:
+        config = getattr(config, name)
+    return config
+
+
 def test_there_are_numbers() -> None:
     assert len(NUMBERS) > 30
     check_config(TrainConfig())

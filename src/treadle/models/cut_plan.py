@@ -172,18 +172,41 @@ def shared_names(model: nn.Module) -> dict[str, str]:
     return shared
 
 
-@torch.no_grad()
 def _separates_documents(model: nn.Module) -> bool:
-    """Return whether the second of two documents in a sequence has the logits that it has alone."""
+    """Return whether the second of two documents in a sequence has the logits that it has alone.
+
+    Its logits have no gradient at the embeddings of the first: exactly none, however small the weights are.
+    """
     accepted = inspect.signature(model.forward).parameters
     second = probe_tokens(model)[:, : PROBED_TOKENS // 2]
     if "position_ids" not in accepted or second.device.type == "meta":
         return "position_ids" in accepted
     positions = torch.arange(second.shape[1], device=second.device).repeat(2).unsqueeze(0)
-    with evaluating(model):
+    rows = torch.cat([1 - second, second], 1)
+    with evaluating(model), torch.enable_grad(), _leaves_of_embedding(model) as embedded:
+        packed = model(input_ids=rows, position_ids=positions, use_cache=False).logits[:, second.shape[1] :]
+        (reached,) = torch.autograd.grad(packed.square().sum(), embedded[:1], allow_unused=True)
+    with evaluating(model), torch.no_grad():
         alone = model(input_ids=second, use_cache=False).logits
-        packed = model(input_ids=torch.cat([1 - second, second], 1), position_ids=positions, use_cache=False).logits
-    return apart(packed[:, second.shape[1] :], alone) <= TOLERANCE
+        together = apart(packed, alone) <= TOLERANCE
+    return together and (reached is None or not reached[:, : second.shape[1]].any())
+
+
+@contextmanager
+def _leaves_of_embedding(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Make what the embedding returns in the block leaves of the graph, and list it."""
+    leaves: list[Tensor] = []
+
+    def cut(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        leaves.append(output.detach().requires_grad_())
+        return leaves[-1]
+
+    whole: Any = model
+    hook = whole.get_input_embeddings().register_forward_hook(cut)
+    try:
+        yield leaves
+    finally:
+        hook.remove()
 
 
 def apart(logits: Tensor, expected: Tensor) -> float:

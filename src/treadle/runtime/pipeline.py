@@ -110,6 +110,7 @@ class Pipeline:
         self._step = 0
         self._last: Executor | None = None
         self._closed = False
+        self._is_spent = False  # gradients that a ShardedOptimizer has updated by, and nobody has cleared
         self._syncs = True
         self._divided: DividedBuckets | None = None
         self._stale, self._exchanges_ties = StaleParameters(self._parameters), False
@@ -152,6 +153,7 @@ class Pipeline:
         self._refuse_closed()
         reduce = self._syncs
         self.gradients.refuse_mixture(reduce=reduce)
+        self._refuse_spent()
         executors, store = self._executors, self._part.recipe.store
         reduces, gathers = reduce or not self.gradients.reduces, bool(self._stale)
         chosen = executors.step(reduces=reduces, gathers=gathers)
@@ -287,6 +289,15 @@ class Pipeline:
         self._parameters.check()
         refuse_stale(self._parameters.parts(), self._stale)
 
+    def _refuse_spent(self) -> None:
+        """Refuse to add to gradients that an optimizer has updated by. All ranks refuse alike."""
+        if self._is_spent:
+            raise ValueError(
+                "the gradients of the last update are still there, and this step would add to them; call "
+                "optimizer.zero_grad() of the ShardedOptimizer: module.zero_grad(), p.grad = None and zero_grad() of "
+                "torch's optimizers find no .grad to clear"
+            )
+
     def _feed(self, stages: dict[int, Chunk], inputs: Any, targets: Any, side: Side) -> None:
         feed(stages, self.schedule, inputs, targets, side, self._part.agreed.side_names)
 
@@ -343,6 +354,16 @@ class Pipeline:
         It is that of a single process, as `torch.nn.utils.get_total_norm` has it: a parameter that several ranks hold
         counts once. `torch.nn.utils.clip_grads_with_norm_` clips a rank's gradients by it.
         """
+        if self.gradients.is_divided:
+            raise ValueError(
+                "grad_norm() is for torch.nn.utils.clip_grads_with_norm_, which finds no .grad beside a "
+                "ShardedOptimizer; optimizer.clip(max_norm) clips and returns the norm, optimizer.clip(math.inf) "
+                "returns it alone"
+            )
+        return self.norm_of_gradients(norm_type)
+
+    def norm_of_gradients(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients of the model, wherever they are. Every rank of the mesh has to ask for it."""
         self._refuse_closed()
         if not self.gradients.reduced:
             raise ValueError(
@@ -370,6 +391,7 @@ class Pipeline:
     def clear_gradients(self) -> None:
         """Forget the gradients of this rank's parameters."""
         self.gradients.clear()
+        self._is_spent = False
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply this rank's shards of the gradients."""
@@ -446,6 +468,7 @@ class Pipeline:
             with self.together("the exchange of parameters"):
                 exchange_all(self._divided.tied_parameters)
         self._stale.updated()
+        self._is_spent = True
 
     @torch.no_grad()
     def gather_parameters(self) -> None:

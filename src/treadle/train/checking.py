@@ -28,6 +28,13 @@ _INFINITE = ("training.clip_norm",)
 """Fields whose infinity means no limit."""
 
 
+MOST_NUMBER = 2**53
+"""The largest whole number that a float holds exactly: no field counts further."""
+
+_MOST = {"parallel.deadline_s": 10**9, "optimizer.bucket_mb": 10**6}
+"""The most that waits and memory take."""
+
+
 def check_config(config: TrainConfig) -> None:
     """Refuse a configuration that no run can have.
 
@@ -38,6 +45,10 @@ def check_config(config: TrainConfig) -> None:
     for name, number in _numbers(config):
         if math.isnan(number) or (math.isinf(number) and name not in _INFINITE):
             raise ValueError(f"{name} is a finite number, got {number}")
+        if math.isinf(number) and number > 0:
+            continue
+        if abs(number) > _MOST.get(name, MOST_NUMBER):
+            raise ValueError(f"{name} is at most {_MOST.get(name, MOST_NUMBER):,}, got {number}")
         if number < 0:
             raise ValueError(f"{name} is 0 or more, got {number}")
     for least, groups in ((1, _FROM_ONE), (0, _FROM_ZERO)):

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -112,10 +113,14 @@ def _add_row(file: FileIO, row: bytes) -> None:
 class RunLog:
     """Writes what rank 0 knows: lines, metrics.jsonl, TensorBoard. On other ranks it does nothing.
 
-    A file that cannot be written, as on a full disk, is a line, and the run goes on.
+    A file that cannot be written, as on a full disk, is a line, and the run goes on. Rows have the time, in seconds
+    since 1970, and the number of torchrun's `restart`: after one, steps since the checkpoint come again.
     """
 
-    def __init__(self, output: Path, rank: int, *, steps: int, tensorboard: bool, on_gpu: bool) -> None:
+    def __init__(
+        self, output: Path, rank: int, *, steps: int, tensorboard: bool, on_gpu: bool, restart: int = 0
+    ) -> None:
+        self._restart = restart
         self._steps, self._on_gpu, self._speaks = steps, on_gpu, rank == 0
         self._file: FileIO | None = None
         self._lost = 0
@@ -156,7 +161,8 @@ class RunLog:
         if self._file is None:
             return
         try:
-            _add_row(self._file, (json.dumps(row) + "\n").encode())
+            written = {**row, "time": round(time.time(), 3), "restart": self._restart}
+            _add_row(self._file, (json.dumps(written) + "\n").encode())
         except OSError as error:
             if not self._lost:
                 self.say(f"metrics.jsonl has no row of step {row['step']}, and none until one can be written: {error}")

@@ -84,6 +84,7 @@ class Trainer:
             steps=config.training.steps,
             tensorboard=config.logging.tensorboard,
             on_gpu=self.world.device.type == "cuda",
+            restart=self.world.restart,
         )
         note = note_on_decay(config)
         if note is not None:

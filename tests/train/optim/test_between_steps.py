@@ -258,6 +258,60 @@ def test_what_cannot_hold_is_refused(make: Callable[[int], Callable[[], object]]
         assert match in said, said
 
 
+CLEARS: dict[str, Callable[[Ours], None]] = {
+    "optimizer": lambda ours: ours.optimizer.zero_grad(),
+    "module": lambda ours: ours.module.zero_grad(),
+    "module to zero": lambda ours: ours.module.zero_grad(set_to_none=False),
+    "grad": lambda ours: [setattr(param, "grad", None) for param in ours.module.parameters()] and None,
+    "torch's": lambda ours: torch.optim.SGD(ours.module.parameters()).zero_grad(),
+    "nothing": lambda ours: None,
+}
+
+
+def steps_with_clearing(rank: int, clear: str, dtype: torch.dtype, name: str) -> tuple[list[float], str]:
+    """Norms of steps on one batch with an update of nothing between them, and what a step said after a clear."""
+    del rank
+    ours, norms = Ours(dtype, name), []
+    for _ in range(3):
+        ours.pipe.step(*batch(0, dist.get_rank(), dtype))
+        norms.append(float(ours.optimizer.clip(1e9)))
+        ours.optimizer.step(0.0)
+        CLEARS[clear](ours)
+        said = refusal(lambda: ours.pipe.step(*batch(0, dist.get_rank(), dtype))) if clear != "optimizer" else ""
+        ours.optimizer.zero_grad()
+    return norms, said
+
+
+@pytest.mark.parametrize("clear", CLEARS)
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "adamw"), (torch.bfloat16, "muon")], ids=str)
+def test_gradients_are_cleared_as_by_torch_or_refused(clear: str, dtype: torch.dtype, name: str) -> None:
+    torchs = Torchs(dtype, name)
+    losses = [loss_fn(torchs.module(x), y) for x, y in (batch(0, replica, dtype) for replica in range(WORLD))]
+    (sum(losses, start=torch.zeros(())) / WORLD).backward()  # type: ignore[no-untyped-call]
+    norm = float(nn.utils.clip_grad_norm_(torchs.module.parameters(), 1e9))
+    for norms, said in check(run_ranks(WORLD, steps_with_clearing, clear, dtype, name)):
+        assert norms == pytest.approx([norm] * 3, rel=1e-5 if dtype is torch.float32 else 0.02)
+        assert (clear == "optimizer") == (said == "")
+        assert clear == "optimizer" or "call optimizer.zero_grad() of the ShardedOptimizer" in said
+
+
+def clipped(rank: int, norm_type: str) -> tuple[str, float, float, float]:
+    """What `pipe.grad_norm()` says, and norms before and after the optimizer's own clip."""
+    del rank, norm_type
+    ours = Ours(torch.float32, "adamw")
+    ours.pipe.step(*batch(0, dist.get_rank(), torch.float32))
+    said = refusal(ours.pipe.grad_norm)
+    norms = [float(ours.optimizer.clip(limit)) for limit in (float("inf"), 1e-3, float("inf"))]
+    return said, norms[0], norms[1], norms[2]
+
+
+def test_clipping_by_grad_norm_is_refused_and_clip_clips() -> None:
+    for said, before, again, after in check(run_ranks(WORLD, clipped, "2")):
+        assert "optimizer.clip(max_norm) clips and returns the norm" in said
+        assert before == again > 0.01
+        assert after == pytest.approx(1e-3, rel=1e-2)
+
+
 def gathered_state(rank: int) -> list[float]:
     """The largest difference of state dicts from a run that stays whole, after each way to gather."""
     del rank

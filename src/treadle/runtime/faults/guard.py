@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NoReturn, TypeVar
+from weakref import WeakMethod
 
 import torch
 
@@ -23,6 +24,7 @@ from treadle.ir.program import Program
 from treadle.runtime.faults.arrivals import Arrivals
 from treadle.runtime.faults.progress.device_progress import DeviceProgress
 from treadle.runtime.faults.progress.wait_target import ALL, NOBODY
+from treadle.runtime.faults.uncaught import UncaughtErrors
 from treadle.runtime.faults.watch import RankLostError, Watch
 
 T = TypeVar("T")
@@ -52,6 +54,7 @@ class Guard:
         self._agreed = False
         self._told = False
         self._groups: Groups | None = None
+        self._uncaught: UncaughtErrors | None = None
 
     def join(self, arrivals: Arrivals, position: MeshPosition, deadline_s: float, address: str | None) -> None:
         """Connects the watches of all ranks; from now on the loss of a rank is noticed."""
@@ -69,6 +72,7 @@ class Guard:
             meeting=arrivals.refuse_lone_meeting,
         )
         self.slots = self.watch.slots
+        self._uncaught = UncaughtErrors(WeakMethod(self._tell))
 
     def break_off_on_alarm(self, groups: Groups) -> None:
         """Has the waits on these communicators ended when a rank is lost."""
@@ -220,7 +224,7 @@ class Guard:
         return self.name(self.position.rank if self.position is not None else 0, op)
 
     def _tell(self, error: BaseException) -> None:
-        if self.watch is not None and not self._is_alone:  # alone it is lost to nobody
+        if self.watch is not None and not self._is_alone and not self._told:  # alone it is lost to nobody
             self.watch.raised(error)
             self._told = True
 
@@ -236,6 +240,8 @@ class Guard:
     def close(self) -> None:
         """Closes the watch with a goodbye; later writes to `slots` are not seen by others."""
         if self.watch is not None:
+            if self._uncaught is not None:
+                self._uncaught.close()
             self.watch.close()
             self.watch.slots = self.slots = memoryview(array("q", [NOBODY] * 4))
         self._groups = None

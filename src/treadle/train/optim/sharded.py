@@ -186,7 +186,7 @@ class ShardedOptimizer:
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm is more than 0, math.inf to clip nothing, got {max_norm}")
-        norm = norm if norm is not None else self._pipe.grad_norm()
+        norm = norm if norm is not None else self._pipe.norm_of_gradients()
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch has it
         self._pipe.scale_gradients(factor)
         return norm
