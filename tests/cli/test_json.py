@@ -140,8 +140,9 @@ def test_every_command_with_json_is_covered() -> None:
     """A command that gets --json gets a kind, a schema and a case here."""
     with_json = {name for name in COMMANDS for option in _options(make_command(name)) if "--json" in option}
     elsewhere = {"dryrun", "selfcheck", "update"}  # tests of runtime, selfcheck and cli/test_update.py
+    judged = {"judged"}  # of `plan --from`: cli/test_judged.py
     assert with_json == {args[0] for _, args, _ in OUTPUTS.values()} | elsewhere
-    assert set(KINDS) == {kind for kind, *_ in OUTPUTS.values()} | elsewhere
+    assert set(KINDS) == {kind for kind, *_ in OUTPUTS.values()} | elsewhere | judged
 
 
 def _options(command: Any) -> Iterator[list[str]]:

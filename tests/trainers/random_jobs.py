@@ -14,6 +14,7 @@ from treadle.planner.space import overlaps_alone
 from treadle.schedules import default_schedule, family, known
 from treadle.trainers import TrainerFormat
 
+NOT_OF_TORCH = ("etp", "precision", "offload", "gradient_bytes", "moment_bytes", "saved", "cuda_graph")
 CLUSTER = load_cluster("b200:64")
 
 
@@ -76,11 +77,17 @@ def jobs(draw: st.DrawFn, trainer: TrainerFormat) -> Job:
     }
     if model.is_moe:
         given |= {"ep": draw(size((1, 2, 8))), "etp": draw(size((1, tp)))}
-    if given["recompute"] == ("full",):
+    if trainer.shardings:  # PyTorch's: FSDP, whole layers recomputed, bf16 with everything else in FP32
+        given = {name: value for name, value in given.items() if name not in NOT_OF_TORCH}
+        given |= {"sharding": draw(size(trainer.shardings)), "recompute": draw(size(((), ("full",))))}
+        given |= {"schedule": draw(size([name for name in names if of_torch(name)])), "vpp": 1}
+        given["vpp"] = draw(size(family(given["schedule"]).vpps or (2,))) if pp > 1 else 1
+        given["cuda_graph"] = draw(size(("none", "whole"))) if pp == 1 else "none"
+    elif given["recompute"] == ("full",):
         given["recompute_layers"] = draw(size((0, 1, 2)))
     try:
         job = Job(model, CLUSTER, **given)
-        family(schedule).size(pp, vpp, job.num_microbatches)
+        family(job.schedule).size(pp, job.vpp, job.num_microbatches)
         stages = cut_evenly(model.blocks, job.num_stages)
         if pp > 1 and draw(st.booleans()) and len(stages[1]) > 1:  # one layer more at the front
             stages = (stages[0] + stages[1][0], stages[1][1:], *stages[2:])
@@ -89,6 +96,11 @@ def jobs(draw: st.DrawFn, trainer: TrainerFormat) -> Job:
         assume(False)
     assume(trainer.runs(job))
     return job
+
+
+def of_torch(name: str) -> bool:
+    """Return True if torch.distributed.pipelining has a schedule."""
+    return any(trainer.startswith("torch") for trainer in family(name).trainers)
 
 
 def same(job: Job) -> Job:

@@ -63,6 +63,12 @@ KINDS = {
     "plan": OutputKind(
         1, "Schedule and parallelism of a run", "treadle plan --json.", "treadle.planner.printed_plan:PlanJson"
     ),
+    "judged": OutputKind(
+        1,
+        "A trainer's configuration, judged",
+        "treadle plan --from FILE --json.",
+        "treadle.planner.printed_plan:JudgedJson",
+    ),
     "calibrate": OutputKind(
         1,
         "Constants of a cluster fitted to runs",

@@ -12,14 +12,24 @@ from treadle.estimate.job_memory import MemoryEstimate
 from treadle.folding.stragglers import StragglerStudy
 from treadle.ir.blocks import write_layout
 from treadle.planner.job_estimate import Alternative, JobEstimate, describe
+from treadle.planner.judged_job import Change, JudgedJob
 from treadle.planner.plan_files import untrainable
 from treadle.planner.planned_step import PlannedStep
 from treadle.planner.ranked_search import SearchResult
 from treadle.planner.run_errors import run_errors
 from treadle.schedules import family
+from treadle.trainers import ReadJob
 
 if TYPE_CHECKING:
-    from treadle.planner.printed_plan import JobJson, MemoryJson, PlanJson, UncertaintyJson
+    from treadle.planner.printed_plan import (
+        ChangeJson,
+        ChosenJson,
+        JobJson,
+        JudgedJson,
+        MemoryJson,
+        PlanJson,
+        UncertaintyJson,
+    )
 
 
 def plan_object(
@@ -36,24 +46,7 @@ def plan_object(
         "candidates": found.num_candidates,
         "too_large": len(found.too_large),
         "simulated": found.num_simulated,
-        "chosen": {
-            **job_object(chosen.estimate),
-            "step_s": chosen.step_s,
-            "uncertainty": _uncertainty(chosen),
-            "tokens_per_s_per_gpu": chosen.tokens_per_s_per_gpu,
-            "tflops_per_gpu": chosen.flops_per_s_per_gpu / 1e12,
-            "run_tokens": chosen.num_tokens,
-            "run_days": chosen.days,
-            "run_gpu_hours": chosen.gpu_hours,
-            "mfu": chosen.mfu,
-            "bubble": chosen.metrics.idle_share,
-            "exposed_communication": chosen.exposed_share,
-            "parts": [{"part": name, "seconds": seconds} for name, seconds in chosen.parts.items()],
-            "clean": chosen.report.clean,
-            "host_bytes": chosen.host_bytes,
-            "untrainable": untrainable(job),
-            "memory": [_memory_object(rank) for rank in chosen.estimate.memory],
-        },
+        "chosen": chosen_object(chosen),
         "reason": found.reason,
         "fastest": job_object(found.fastest),
         "without_offload": job_object(found.without_offload) if found.without_offload is not None else None,
@@ -72,6 +65,52 @@ def plan_object(
         "unable": [{"schedule": name, "reason": reason} for name, reason in found.unable],
         "stragglers": study.as_dict() if study is not None else None,
     }
+
+
+def chosen_object(chosen: PlannedStep) -> ChosenJson:
+    """Return a job in full: its knobs, its step with the range, and its memory by part."""
+    job = chosen.estimate.job
+    return {
+        **job_object(chosen.estimate),
+        "step_s": chosen.step_s,
+        "uncertainty": _uncertainty(chosen),
+        "tokens_per_s_per_gpu": chosen.tokens_per_s_per_gpu,
+        "tflops_per_gpu": chosen.flops_per_s_per_gpu / 1e12,
+        "run_tokens": chosen.num_tokens,
+        "run_days": chosen.days,
+        "run_gpu_hours": chosen.gpu_hours,
+        "mfu": chosen.mfu,
+        "bubble": chosen.metrics.idle_share,
+        "exposed_communication": chosen.exposed_share,
+        "parts": [{"part": name, "seconds": seconds} for name, seconds in chosen.parts.items()],
+        "clean": chosen.report.clean,
+        "host_bytes": chosen.host_bytes,
+        "untrainable": untrainable(job),
+        "memory": [_memory_object(rank) for rank in chosen.estimate.memory],
+    }
+
+
+def judged_object(read: ReadJob, judged: JudgedJob, chosen: PlannedStep) -> JudgedJson:
+    """Return a dict for JSON: the job of a trainer's file, and what to change first."""
+    return {
+        "trainer": read.trainer,
+        "model": read.job.model.name,
+        "cluster": read.job.cluster.name,
+        "gpus": read.job.cluster.num_gpus,
+        "memory_limit_bytes": judged.memory_limit,
+        "fits": judged.fits,
+        "job": chosen_object(chosen),
+        "error": judged.error,
+        "changes": [_change_object(each) for each in judged.changes],
+        "pair": _change_object(judged.pair) if judged.pair is not None else None,
+        "num_read": read.num_read,
+        "unread": [{"setting": each.setting, "value": each.value, "matters": each.matters} for each in read.unread],
+        "notes": list(read.notes),
+    }
+
+
+def _change_object(change: Change) -> ChangeJson:
+    return {"settings": dict(change.settings), "step": change.step, "memory_bytes": change.memory_bytes}
 
 
 def _uncertainty(chosen: PlannedStep) -> UncertaintyJson:

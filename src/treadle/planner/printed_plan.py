@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, TypedDict
 
-from treadle.fields.kinds import Count, CountFrom1, Positive, Share
+from treadle.fields.kinds import Count, CountFrom1, OneOf, Positive, Share
 from treadle.folding.printed_stragglers import StragglersJson
+from treadle.trainers.job_description import EFFECTS
 
 
 class JobJson(TypedDict):
@@ -102,6 +103,40 @@ class AlternativeJson(TypedDict):
     ]
     memory_bytes: Annotated[Count, "Bytes of its rank that holds most."]
     reason: Annotated[str, "Where the difference comes from."]
+
+
+class ChangeJson(TypedDict):
+    """A change of a judged job as it is printed."""
+
+    settings: Annotated[dict[str, str | None], "The trainer's settings, each with its new value; null: left out."]
+    step: Annotated[float, "Share by which the step is longer; below 0 if it is shorter."]
+    memory_bytes: Annotated[int, "Bytes that the rank that holds most holds more; below 0 if less."]
+
+
+class UnreadJson(TypedDict):
+    """A setting that the estimate does not follow, as it is printed."""
+
+    setting: Annotated[str, "Its name in the trainer."]
+    value: Annotated[str, "Its value."]
+    matters: Annotated[str, OneOf(EFFECTS), "What it changes."]
+
+
+class JudgedJson(TypedDict):
+    """A judged configuration as it is printed."""
+
+    trainer: Annotated[str, "The trainer whose configuration it is."]
+    model: Annotated[str, "The model."]
+    cluster: Annotated[str, "The cluster."]
+    gpus: Annotated[CountFrom1, "Its GPUs."]
+    memory_limit_bytes: Annotated[CountFrom1, "What a GPU may hold."]
+    fits: Annotated[bool, "Does the job fit into memory."]
+    job: Annotated[ChosenJson, "The job of the file."]
+    error: Annotated[Share, "Median error of the ratio of two steps: nearer jobs cannot be ranked."]
+    changes: Annotated[list[ChangeJson], "Changes that are better by more than the error, the best first."]
+    pair: Annotated[ChangeJson | None, "The best two together; null if the best alone is as good within the error."]
+    num_read: Annotated[Count, "Settings that touch the step or memory and are in the estimate."]
+    unread: Annotated[list[UnreadJson], "Settings that are not."]
+    notes: Annotated[list[str], "What was assumed."]
 
 
 class UnableJson(TypedDict):

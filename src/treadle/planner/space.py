@@ -9,6 +9,7 @@ from itertools import product
 
 from treadle.estimate import Cluster, Job, ModelShape
 from treadle.schedules import default_schedule, family, known
+from treadle.trainers import TrainerFormat
 from treadle.trainers.megatron import refusal
 
 MOST_MICROBATCHES = 8_192
@@ -77,6 +78,8 @@ class SearchSpace:
 
     precision: tuple[str, ...] = ("bf16",)
     dispatch: tuple[str, ...] = ("bf16",)
+    trainer: TrainerFormat | None = None
+    """Only jobs that this trainer can run."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,11 @@ def candidates(
         if cluster.num_gpus % (tp * cp * pp):
             reasons[f"tp x cp x pp = {tp} x {cp} x {pp} does not divide {cluster.num_gpus} GPUs"] += 1
             continue
-        sharding = space.sharding or _shardings(model, cluster.num_gpus // (tp * cp), pp)
+        sharding = (
+            space.sharding
+            or (space.trainer and space.trainer.shardings)
+            or _shardings(model, cluster.num_gpus // (tp * cp), pp)
+        )
         for size, (name, vpp), cut, blocks in product(
             space.micro_batch_size, _schedules(space, model, pp, reasons), sharding, space.layout or (None,)
         ):
@@ -132,11 +139,21 @@ def candidates(
                 reasons[str(error)] += 1
                 continue
             for each in _variations(first, space):
-                reason = refusal(each.job, named=named)
+                reason = refusal(each.job, named=named) or _unable(each.job, space.trainer)
                 if reason is None:
                     yield each
                 else:
                     reasons[reason] += 1
+
+
+def _unable(job: Job, trainer: TrainerFormat | None) -> str | None:
+    """Return why a trainer cannot run a job; None if it can, or any may."""
+    try:
+        if trainer is not None:
+            trainer.settings(job)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _variations(first: Job, space: SearchSpace) -> Iterator[Candidate]:
@@ -169,7 +186,9 @@ def fill(space: SearchSpace, model: ModelShape, cluster: Cluster, seq_len: int) 
         cuda_graph=space.cuda_graph or (Job.cuda_graph,),
     )
     values = {field.name: getattr(filled, field.name) for field in fields(filled)}
-    return replace(filled, **{name: tuple(dict.fromkeys(each)) for name, each in values.items() if each is not None})
+    return replace(
+        filled, **{name: tuple(dict.fromkeys(each)) for name, each in values.items() if isinstance(each, tuple)}
+    )
 
 
 def recompute_sets(model: ModelShape) -> tuple[tuple[str, ...], ...]:
@@ -213,7 +232,7 @@ def _shardings(model: ModelShape, num_ranks: int, pp: int) -> tuple[str, ...]:
     return ("optimizer", "gradients", "parameters") if dense else ("optimizer",)
 
 
-def _vpps(model: ModelShape, pp: int) -> tuple[int, ...]:
+def numbers_of_chunks(model: ModelShape, pp: int) -> tuple[int, ...]:
     """Return the numbers of chunks that make sense for a pipeline of `pp` ranks."""
     layers = model.num_hidden_layers
     divide = {size for size in range(2, _MOST_VPP + 1) if 0 in (layers % (size * pp), (layers + 2) % (size * pp))}
@@ -230,7 +249,7 @@ def _schedules(space: SearchSpace, model: ModelShape, pp: int, reasons: Counter[
         yield from ((name, 1) for name in alone)
         return
     for name in names:
-        vpps = family(name).vpps or tuple(count for count in space.vpp or _vpps(model, pp) if count > 1)
+        vpps = family(name).vpps or tuple(count for count in space.vpp or numbers_of_chunks(model, pp) if count > 1)
         if not vpps:
             reasons[f"{name} has at least 2 chunks a rank; add --vpp 2"] += 1
         for vpp in vpps:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
-from treadle.estimate import Cluster, Job, ModelShape
+from treadle.estimate import Cluster, Job, ModelShape, load_model
+from treadle.estimate.model_shape import PRESETS
 from treadle.fields.nearest import hint
-from treadle.trainers import megatron
+from treadle.trainers import automodel, bridge, megatron, titan
 from treadle.trainers.job_description import Described, ReadJob, job_of
 
 
@@ -37,6 +38,12 @@ class TrainerFormat:
     names_model: bool = False
     """The file names its model, and has no sizes of it."""
 
+    shardings: tuple[str, ...] = ()
+    """What it shards; empty where it is as a search has it."""
+
+    resolve: Callable[[Described, str, int], None] | None = None
+    """Completes a description by the model's blocks and the number of GPUs."""
+
     def runs(self, job: Job) -> bool:
         """Return True if the trainer can run a job."""
         try:
@@ -50,7 +57,20 @@ def _trainer(name: str, suffix: str, module: ModuleType) -> TrainerFormat:
     return TrainerFormat(name, module.TITLE, suffix, module.NAMES, module.read, module.settings, module.launch)
 
 
-TRAINERS = {each.name: each for each in (_trainer("megatron", ".sh", megatron),)}
+def _of_torch(name: str, suffix: str, module: ModuleType) -> TrainerFormat:
+    """Return a trainer that names its model, whose layers decide the stages."""
+    return replace(_trainer(name, suffix, module), names_model=True, shardings=module.SHARDINGS, resolve=module.resolve)
+
+
+TRAINERS = {
+    each.name: each
+    for each in (
+        _trainer("megatron", ".sh", megatron),
+        _trainer("bridge", ".yaml", bridge),
+        _of_torch("automodel", ".yaml", automodel),
+        _of_torch("torchtitan", ".sh", titan),
+    )
+}
 
 
 def trainer(name: str) -> TrainerFormat:
@@ -87,6 +107,8 @@ def read_job(path: str | Path, cluster: Cluster, model: ModelShape | None = None
         found = each.read(text)
         if found is not None:
             shape = model or _shape(found, file)
+            if each.resolve is not None:
+                each.resolve(found, shape.blocks, cluster.num_gpus)
             job = job_of(found, shape, cluster, each.names, each.title)
             return ReadJob(job, each.name, tuple(found.unread), found.num_read, tuple(found.notes))
     raise ValueError(
@@ -96,6 +118,8 @@ def read_job(path: str | Path, cluster: Cluster, model: ModelShape | None = None
 
 
 def _shape(found: Described, file: Path) -> ModelShape:
+    if not found.shape and (PRESETS / f"{found.model}.toml").is_file():
+        return load_model(found.model)
     if not found.shape:
         raise ValueError(
             f"{file} names its model ({found.model or 'no name'}) and has no sizes of it; add --model with a preset, "

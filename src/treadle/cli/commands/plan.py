@@ -13,6 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from treadle.cli.common_options import Json, parse_bytes, parse_count, spread_options
+from treadle.cli.judged_file import judge_file, show_launch
+from treadle.cli.memory_table import memory_table
 from treadle.cli.output import print_json
 from treadle.cli.plan_knobs import Knobs
 from treadle.cli.slow import Slow
@@ -45,22 +47,28 @@ from treadle.planner.plan_report import (
 from treadle.planner.planned_step import PlannedStep
 from treadle.planner.step_parts import parts_text
 from treadle.planner.straggler_plan import DRAWS, study_plan
-from treadle.trainers import megatron
+from treadle.trainers import TRAINERS, megatron, read_job, trainer
 
 SHOWN = 12
-_SHORT = {"parameters": "params", "gradients": "grads", "activations": "saved", "temporary": "temp"}
-"""Names of the parts of memory that fit into 80 columns."""
 
 
 @spread_options
 def plan(
-    model_name: Annotated[
-        str, typer.Option("--model", help="A preset (kimi-k2), a .toml file, or Hugging Face's config.json.")
-    ],
     cluster_name: Annotated[
         str, typer.Option("--cluster", help="A preset with how many GPUs (h800:2048), or a .toml file.")
     ],
     knobs: Knobs,
+    model_name: Annotated[
+        str | None, typer.Option("--model", help="A preset (kimi-k2), a .toml file, or Hugging Face's config.json.")
+    ] = None,
+    from_file: Annotated[
+        Path | None,
+        typer.Option("--from", help="Judge the job of a trainer's log, launch script or configuration; no search."),
+    ] = None,
+    for_trainer: Annotated[
+        str | None,
+        typer.Option("--for", help=f"Only what this trainer runs, and its launch at the end: {', '.join(TRAINERS)}."),
+    ] = None,
     tokens_per_batch: Annotated[
         str | None, typer.Option(help="Tokens of a step, over all GPUs: 4194304 or 4Mi. By default 32,768 a GPU.")
     ] = None,
@@ -81,7 +89,9 @@ def plan(
     ] = None,
     straggler_factor: Annotated[float | None, typer.Option(help="By which factor they are slow; 1.2.")] = None,
     draws: Annotated[int | None, typer.Option(help=f"How often slow GPUs are drawn; {DRAWS}.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write a page: .html.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write a page: .html; with --for the launch: .sh, .yaml.")
+    ] = None,
     files: Annotated[
         Path | None,
         typer.Option(help="Write the plan to this directory, which simulate, draw, verify and compare take."),
@@ -93,9 +103,15 @@ def plan(
     Needs no GPU. Every candidate's memory is counted and its step is simulated, unless one that was simulated beats
     the least time it can take.
     """
-    if output is not None and output.suffix != ".html":
-        raise ValueError(f"a page's name ends in .html, got {str(output)!r}; --json is for programs")
-    model, cluster = load_model(model_name), load_cluster(cluster_name)
+    written_for = trainer(for_trainer) if for_trainer is not None else None
+    launch = output if written_for is not None and output is not None and output.suffix != ".html" else None
+    if output is not None and output.suffix not in (".html", written_for.suffix if written_for else ".html"):
+        raise ValueError(
+            f"a page's name ends in .html, got {str(output)!r}; --json is for programs, and --for a trainer writes its "
+            "launch"
+        )
+    output = output if launch is None else None
+    cluster = load_cluster(cluster_name)
     if ":" not in cluster_name and not cluster_name.endswith(".toml"):
         note(f"{cluster_name} is one host of {cluster.num_gpus} GPUs; --cluster {cluster_name}:512 has 512 of them")
     _check_precision(knobs.precision, cluster)
@@ -107,7 +123,16 @@ def plan(
         cluster = replace(cluster, host_memory_gib=share / GIB)
     if usable_bytes(cluster) < limit <= cluster.memory_bytes:
         note(f"CUDA, NCCL and torch's allocator usually leave {usable_bytes(cluster) / GIB:.1f} GiB of this GPU")
-    space, tokens = knobs.space(model), _tokens(num_tokens)
+    if from_file is not None:
+        if knobs != Knobs():
+            raise ValueError("--from judges the job of its file, and searches nothing; leave options of the search out")
+        shape = load_model(model_name) if model_name is not None else None
+        judge_file(read_job(from_file, cluster, shape), limit, written_for, launch, as_json=as_json)
+        return
+    if model_name is None:
+        raise ValueError("--model is missing; give it, or --from with a trainer's log, launch script or configuration")
+    model = load_model(model_name)
+    space, tokens = replace(knobs.space(model), trainer=written_for), _tokens(num_tokens)
     slow = Slow(0.0, straggler_share, straggler_factor, 0)
     slow.check()
     stragglers = slow.stragglers()
@@ -145,6 +170,9 @@ def plan(
         if study is not None:
             _print_study(study)
         _tell_next(chosen, files, written)
+        show_launch(found.best.job, written_for, launch)
+    elif launch is not None:
+        show_launch(found.best.job, written_for, launch)
     if interrupted:
         raise typer.Exit(130)
 
@@ -212,23 +240,10 @@ def _print(found: SearchResult, chosen: PlannedStep, others: tuple[Alternative, 
     out.print(table)
     if flags := megatron.flags(job):
         out.print(escape(f"Megatron-LM  {flags}"), soft_wrap=True)
-    _print_memory(chosen)
+    out.print(memory_table(chosen.estimate.memory))
     _print_alternatives(others, found.unable)
     _print_front(found)
     out.print(count_text(found), style="dim", soft_wrap=True)
-
-
-def _print_memory(chosen: PlannedStep) -> None:
-    """Print the ranks' memory by part; ranks in a row that hold the same share a line."""
-    memory = chosen.estimate.memory
-    table = rows_table("rank", *(_SHORT.get(name, name) for name in memory[0]._fields), "total, GiB")
-    start = 0
-    for rank in range(1, len(memory) + 1):
-        if rank == len(memory) or memory[rank] != memory[start]:
-            name = str(start) if rank - start == 1 else f"{start}-{rank - 1}"
-            table.add_row(name, *(f"{part / GIB:.1f}" for part in (*memory[start], memory[start].total)))
-            start = rank
-    out.print(table)
 
 
 def _print_alternatives(others: tuple[Alternative, ...], unable: tuple[tuple[str, str], ...]) -> None:
