@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +20,8 @@ from treadle.models.tensor_names import tied_parameters
 from treadle.passes.step_end import reduces
 from treadle.simulator import simulate
 from treadle.train.footprint import ModelFootprint, ParameterShape, model_footprint
-from treadle.train.optim.division import divide_elements, divide_whole
+from treadle.train.optim.batched_muon import matrices_of_batch
+from treadle.train.optim.division import Shares, divide_elements, divide_whole
 from treadle.train.parallel import ParallelPlan
 from treadle.train.run_config import TrainConfig
 from treadle.train.sweep import StepPeak, step_peaks
@@ -226,7 +228,10 @@ class OptimizerMemory:
             pieces = max((len(run) for shares in divided for runs in shares for run in runs), default=0)
             state += max(loads) * _FLOAT * ((1 if by_muon else 2) + has_masters)
             own += max(loads)
-            largest = max(largest, pieces * (_MUON_BYTES if by_muon else _ADAMW_BYTES))
+            if by_muon:
+                largest = max(largest, _muon_batch(divided, num_ranks) * _MUON_BYTES)
+            else:
+                largest = max(largest, pieces * _ADAMW_BYTES)
             if num_ranks > 1:
                 most = max(max(sum(map(len, runs)) for runs in shares) for shares in divided)
                 gather = max(gather, (num_ranks + 1) * most * itemsize)
@@ -234,6 +239,15 @@ class OptimizerMemory:
             largest = 0  # torch's fused kernel keeps nothing
         peak = "the optimizer's step" if largest >= gather else "the exchange of parameters"
         return cls(state, max(largest, gather), peak)
+
+
+def _muon_batch(divided: Sequence[Shares], num_ranks: int) -> int:
+    """Return the elements of the largest batch of matrices that a rank orthogonalises together."""
+    batches = [0]
+    for rank in range(num_ranks):
+        num = Counter(len(run) for shares in divided for run in shares[rank])
+        batches += [size * min(of_size, matrices_of_batch(size)) for size, of_size in num.items()]
+    return max(batches)
 
 
 def _on_gpu(config: TrainConfig) -> bool:

@@ -14,6 +14,7 @@ from treadle.runtime import Pipeline
 from treadle.runtime.model.gradient_bucket import GradientBucket, Owned
 from treadle.runtime.model.parameter_bucket import DividedBuckets, ParameterBucket
 from treadle.train.checkpoint.tensor_parts import State, TensorPart
+from treadle.train.optim.batched_muon import BatchedMuon
 from treadle.train.optim.division import Run, cut_blocks, divide_elements, divide_whole
 from treadle.train.optim.holdings import Holdings, TensorFamily
 from treadle.train.optim.optimizer_config import OptimizerConfig
@@ -157,9 +158,9 @@ class ShardedOptimizer:
             }
         return optimizer
 
-    def _make_muon(self) -> torch.optim.Muon:
+    def _make_muon(self) -> BatchedMuon:
         config = self.config
-        optimizer = torch.optim.Muon(
+        optimizer = BatchedMuon(
             [{"params": [piece.master for piece in self._by_muon]}],
             lr=0.0,
             weight_decay=config.weight_decay,
@@ -215,7 +216,7 @@ class ShardedOptimizer:
         for piece in self.pieces():
             piece.take_gradient()
         self._adamw.step()
-        self._muon.step()  # type: ignore[no-untyped-call]
+        self._muon.step()
         for piece in self.pieces():
             piece.round()
         self._pipe.parameters_updated()
