@@ -20,7 +20,9 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 class Gemms(TorchDispatchMode):
-    num = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.num += func._schema.name.removeprefix("aten::") in ("mm", "addmm", "bmm", "baddbmm")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ class BatchedMuon(torch.optim.Muon):
     """
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Update all parameters that have a gradient."""
         assert closure is None, "gradients are there"
         for group in self.param_groups:
@@ -33,8 +32,8 @@ class BatchedMuon(torch.optim.Muon):
                 for first in range(0, len(params), most):
                     self._update(params[first : first + most], group)
 
-    def _update(self, params: Sequence[Tensor], group: dict[str, Any]) -> None:
-        grads = [param.grad for param in params]
+    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        grads = [param.grad for param in params if param.grad is not None]
         momenta = [self.state[param]["momentum_buffer"] for param in params]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         updates = torch._foreach_lerp(grads, momenta, group["momentum"]) if group["nesterov"] else momenta
@@ -44,7 +43,7 @@ class BatchedMuon(torch.optim.Muon):
         scale = 0.2 * math.sqrt(max(rows, columns))
         if group["adjust_lr_fn"] == "original":
             scale = math.sqrt(max(1, rows / columns))
-        torch._foreach_add_(params, made.unbind(), alpha=-group["lr"] * scale)
+        torch._foreach_add_(params, list(made.unbind()), alpha=-group["lr"] * scale)
 
 
 def matrices_of_batch(size: int) -> int:
@@ -56,7 +55,7 @@ def orthogonalised(matrices: Tensor, group: dict[str, Any]) -> Tensor:
     """Return the Newton-Schulz iterations of each matrix, [matrix, row, column]; overwrites them."""
     a, b, c = group["ns_coefficients"]
     tall = matrices.shape[1] > matrices.shape[2]
-    norms = torch.stack(torch._foreach_norm(matrices.unbind())).clamp_(min=group["eps"])
+    norms = torch.stack(torch._foreach_norm(list(matrices.unbind()))).clamp_(min=group["eps"])
     made = matrices.div_(norms.view(-1, 1, 1))
     made = made.mT if tall else made
     for _ in range(group["ns_steps"]):

@@ -33,8 +33,8 @@ class ShardedOptimizer:
     masters for that part only; the next step gathers the other parts, bucket by bucket, in front of the forwards that
     read them. From then on `pipe.step` leaves `.grad` None: main
     gradients, float32 for parameters of two bytes, stay in the pipeline's buckets. The result is that of
-    `torch.optim.AdamW` and `torch.optim.Muon` in one process, which do the arithmetic here, too. A parameter without a
-    gradient is left as it is, as torch does.
+    `torch.optim.AdamW` in one process, which does the arithmetic here, too, and of `torch.optim.Muon` but for rounding:
+    matrices of one shape share its iterations. A parameter without a gradient is left as it is, as torch does.
 
     Args:
         pipe: The pipeline, made with all parameters in place.
