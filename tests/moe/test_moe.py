@@ -234,6 +234,22 @@ def test_deepep_keeps_the_gates_precision_and_blames_its_peers_for_a_timeout() -
         assert (dtype, said) == (torch.bfloat16, "DeepEP error: CPU recv timeout")
 
 
+def left(rank: int, clean: bool) -> list[bool]:
+    """Whether a rank's buffer is destroyed once its layer has left; of two ranks the second leaves where both do."""
+    layer, _ = own_part(rank, Backend("deepep", torch.bfloat16, 0.0, contract=True), "learned")
+    by_segments(layer, batch(rank, torch.bfloat16))
+    assert isinstance(layer.exchange, EpGroupModule)
+    buffers = list(layer.exchange.shared.values())
+    if clean or rank == 0:
+        layer.exchange.leave(clean=clean)
+    return [buffer.is_destroyed for buffer in buffers]
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_a_buffer_is_destroyed_by_all_of_its_ranks_or_by_none(clean: bool) -> None:
+    assert check(run_ranks(2, left, clean)) == [[clean]] * 2
+
+
 def refused_size(rank: int) -> str:
     with pytest.raises(ValueError, match="DeepEP") as error:
         own_part(rank, Backend("deepep", torch.bfloat16, 0.0, contract=True), "learned")

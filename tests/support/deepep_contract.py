@@ -26,12 +26,33 @@ class Config:
 
 @double_of("deep_ep.Buffer", own=("_sum", "_pick", "_all"))
 class Buffer:
-    def __init__(self, group: None, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0, *, comm: Any) -> None:
+    def __init__(
+        self,
+        group: None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        *,
+        explicitly_destroy: bool = False,
+        comm: Any,
+    ) -> None:
         """DeepEP v1.2.1 deep_ep/buffer.py:32-125: meets the others over `comm`."""
         assert group is None
+        self._explicitly_destroy, self.is_destroyed = explicitly_destroy, False
         assert num_nvl_bytes > 0
         self.rank, self.size, self._comm = comm.Get_rank(), comm.Get_size(), comm
         assert comm.allgather(self.rank) == list(range(self.size))
+
+    def destroy(self) -> None:
+        """DeepEP v1.2.1 deep_ep/buffer.py:127-137, csrc/deep_ep.cpp:143-168: a barrier of the group, then the end."""
+        assert self._explicitly_destroy, "`explicitly_destroy` flag must be set"
+        assert not self.is_destroyed
+        self._comm.allgather(self.rank)
+        self.is_destroyed = True
+
+    def __del__(self) -> None:
+        """DeepEP v1.2.1 csrc/deep_ep.cpp:84-92: destroys unless that was to be explicit; else says that it was not."""
+        if not self._explicitly_destroy:
+            self._comm.allgather(self.rank)
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:

@@ -214,6 +214,11 @@ class Groups:
         for group in self._groups():
             group.close()
 
+    @property
+    def is_broken_off(self) -> bool:
+        """True once a rank is lost: nothing that waits for others ends any more."""
+        return self._abort is not None
+
     def break_off(self) -> None:
         """End the wait of any thread on these communicators. Host waits raise; what a device computed is void.
 

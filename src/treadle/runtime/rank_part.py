@@ -247,7 +247,7 @@ def unbind(modules: Mapping[int, nn.Module], groups: Groups) -> None:
     """Take the expert group from the modules that still have it."""
     for part in (part for module in modules.values() for part in module.modules()):
         if isinstance(part, EpGroupModule) and part.ep_group is not None and part.ep_group is groups.ep_group:
-            part.leave()
+            part.leave(clean=not groups.is_broken_off)
 
 
 def _make_gradients(joined: JoinedRank, agreed: AgreedPart) -> Gradients:

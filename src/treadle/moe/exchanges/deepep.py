@@ -62,6 +62,12 @@ class DeepEP(EpGroupModule):
             ) from error
         super().join(ep_group, shared, await_event)
 
+    def leave(self, *, clean: bool) -> None:
+        """Destroy the buffers, which is a barrier of the group. One whose peer is lost is left to the process' end."""
+        while clean and self.shared:
+            self.shared.popitem()[1].destroy()
+        super().leave(clean=clean)
+
     def leaving(self, tokens: Tensor, routing: Routing) -> Tensor:
         """Return the tokens themselves."""
         return tokens
@@ -108,7 +114,7 @@ class DeepEP(EpGroupModule):
             nvl_bytes = max(config.get_nvl_buffer_size_hint(size_bytes, size) for config in configs)
             rdma_bytes = max(config.get_rdma_buffer_size_hint(size_bytes, size) for config in configs)
             comm = Comm(self.ep_group, tokens.device)
-            self.shared[size_bytes] = buffer(None, nvl_bytes, rdma_bytes, comm=comm)
+            self.shared[size_bytes] = buffer(None, nvl_bytes, rdma_bytes, explicitly_destroy=True, comm=comm)
         return self.shared[size_bytes]
 
 

@@ -47,8 +47,8 @@ class EpGroupModule(nn.Module):
         """Takes the group, a dict that all modules of the group share, and how to wait for a device."""
         self.ep_group, self.shared, self.await_event = ep_group, shared, await_event
 
-    def leave(self) -> None:
-        """Gives the group back when its Pipeline is closed."""
+    def leave(self, *, clean: bool) -> None:
+        """Gives the group back when its Pipeline is closed: `clean` where no rank of it is lost."""
         self.ep_group, self.shared, self.await_event = None, {}, None
 
     @property
