@@ -104,6 +104,28 @@ def test_models_and_optimizers_train_alike_on_two_layouts(tmp_path: Path) -> Non
         assert one[1] < one[0] - 0.05, name
 
 
+def _planned_again(rank: int, directory: Path) -> list[tuple[list[float], bool]]:
+    """The losses of five steps, one of them evaluated after, and whether the order of ops is another then."""
+    found = []
+    for again in (0, 2):
+        layout = {"pp": 2, "ep": 2, "schedule": "interleaved-overlap", "plan_again_at": again}
+        training, groups = {"steps": 5, "eval_every": 0}, {"data": {"cache": str(directory / "data")}}
+        trainer = Trainer(tiny(directory / str(again), parallel=layout, training=training, **groups))
+        losses, program = [trainer.train_step().loss], trainer.pipe.program
+        losses += [trainer.train_step().loss for _ in range(3)] + [trainer.evaluate()]
+        trainer.pipe.gather_trace()
+        found.append((losses, trainer.pipe.program is program))
+        trainer.close()
+    return found
+
+
+def test_a_run_that_plans_again_by_measured_costs_has_the_same_bits(tmp_path: Path) -> None:
+    ends = check(run_ranks(4, _planned_again, tmp_path))
+    for (losses, is_first), (again, is_still_first) in ends:
+        assert (is_first, is_still_first) == (True, False)
+        assert losses == again == ends[0][0][0]
+
+
 def _groups_made(rank: int, directory: Path) -> list[int]:
     """The sizes of gloo's process groups that a trainer makes."""
     sizes: list[int] = []

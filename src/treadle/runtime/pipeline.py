@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from treadle.costs import Costs
 from treadle.dist.backends import is_dry
 from treadle.dist.calls import number_of
 from treadle.dist.clock import clock_offset
@@ -458,6 +459,23 @@ class Pipeline:
         if plan.ends.gather:
             self._stale.watch()
         self._forget()
+
+    def plan_again(self, costs: Costs) -> None:
+        """Order the ops of layers by these costs from now on, as measured ones; results keep their bits.
+
+        All ranks call it with the same costs. Where layers do not name their segments, nothing changes.
+
+        Raises:
+            ValueError: on all ranks, if their costs differ.
+
+        """
+        part = self._part
+        self.agree([Claim("the run", {"costs": repr(costs)})])
+        plan = part.agreed.plan.by_costs(costs)
+        self.program = plan.step.program
+        self._part, last = replace(part, agreed=replace(part.agreed, plan=plan)), self._last
+        self._forget()
+        self._last = last  # its times are there to be gathered
 
     def parameters_updated(self) -> None:
         """Each rank has updated its part of the parameters: the others get it in the next step. All ranks call it.

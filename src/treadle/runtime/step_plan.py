@@ -69,6 +69,10 @@ class StepPlan:
         ends = self.ends._replace(gather=self.ends.reduce, buckets=buckets if self.ends.reduce else ())
         return replace(self, ends=ends, step=plan(self.schedule, self.shape, self.costs, ends))
 
+    def by_costs(self, costs: Costs) -> StepPlan:
+        """Return the plan of the same steps, whose ops are ordered by these costs; only layers are."""
+        return replace(self, costs=costs, step=plan(self.schedule, self.shape, costs, self.ends))
+
     def variant(self, *, reduces: bool, gathers: bool) -> TimedProgram:
         """Return the step that leaves each rank its share of the gradient, or finds parameters whole."""
         if reduces and gathers == self.ends.gather:

@@ -72,6 +72,10 @@ class ParallelConfig:
     lanes: Literal["thread", "paced", "serial", "virtual"] = "thread"
     """What runs the lanes of a rank on a CPU. On a GPU lanes are streams."""
 
+    plan_again_at: int = 4
+    """The step of a run, counted from its start or restart, after which ops of layers are ordered by what they took in
+    it. 0: never, they stay in an order in which communication takes no time. No number of the run depends on it."""
+
     deadline_s: float = 600.0
     """Seconds that a rank waits for another before it takes that rank for lost. Saving and evaluating count."""
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from treadle.api.load_save import save_trace
+from treadle.costs import dump, parse
 from treadle.dist.mesh_position import MeshPosition
 from treadle.models.balancing import update_bias
 from treadle.models.build_stages import build_stages
@@ -31,7 +32,7 @@ from treadle.train.data import Batch, evaluation_batches, open_tokens, training_
 from treadle.train.data.tokenizing import make_tokenizer
 from treadle.train.export import copy_tokenizer
 from treadle.train.facts import CORPUS, DEVICE, TOKENS, WEIGHTS, changed, digest_of_weights, settings_of
-from treadle.train.fitted_costs import write_costs
+from treadle.train.fitted_costs import fit_step, write_costs
 from treadle.train.nonfinite import NonFiniteError, describe, examine
 from treadle.train.optim import ShardedOptimizer
 from treadle.train.parallel import ParallelPlan
@@ -94,6 +95,7 @@ class Trainer:
         self._loss = math.nan
         self._counted_s = perf_counter()
         self._is_asked_to_stop = False
+        self._steps_here = 0
         self._batches: Iterator[Batch] | None = None
         try:
             self._resume()
@@ -283,7 +285,10 @@ class Trainer:
         self.optimizer.zero_grad()
         self._balance_experts()
         self.step += 1
+        self._steps_here += 1
         bubble, hidden = self._measure()
+        if self._steps_here == self.config.parallel.plan_again_at:
+            self._plan_again()
         self._loss = float(report.by_name.get(MAIN, report.loss))
         aux = float(report.by_name[AUX_LOSS]) if AUX_LOSS in report.by_name else None
         tokens = self.config.training.global_batch_size * self.config.training.seq_len
@@ -378,6 +383,13 @@ class Trainer:
                 save_trace(whole, directory / f"step{self.step}.json.gz")
                 write_costs(whole, self.output)
         return overlap_of(trace) if trace is not None and self.world.rank == 0 else (None, None)
+
+    def _plan_again(self) -> None:
+        """Order ops by what they took in the step before, in the first pipeline, for all pipelines alike."""
+        trace = self.pipe.gather_trace()
+        told = dump(fit_step(trace)) if self.world.rank == 0 else None
+        (costs,) = {text for of_replicas in self.pipe.agree(told=told) for text in of_replicas if text is not None}
+        self.pipe.plan_again(parse(costs))
 
     def _log_step(self, facts: StepFacts) -> None:
         printed = _due(self.step, self.config.logging.every) or self.step == self.config.training.steps
