@@ -1,12 +1,13 @@
 """Fit the constants of GPU presets to published runs: `python benchmarks/fit_presets.py`.
 
 Writes the [efficiency] sections of src/treadle/estimate/presets/clusters and, from runs that were left out of a fit,
-src/treadle/estimate/presets/run_errors.toml. `benchmarks/held_to/fitting.py` describes the fit; it takes minutes. The
-last line is JSON: the runs, and the factors of older releases.
+src/treadle/estimate/presets/run_errors.toml; `--errors` writes the latter alone. `benchmarks/held_to/fitting.py`
+describes the fit; it takes minutes. The last line is JSON: the runs, and the factors of older releases.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import statistics
@@ -19,8 +20,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from held_to.fitting import ConstantPool, Floats, plain_cluster
-from held_to.left_out import by_chip, by_configuration, fitted_rows, predictions
+from held_to.left_out import fitted_rows
 from held_to.printed import Row, data_sets, same_machine
+from held_to.typed_left_out import LeftOut, left_out_rows, write_left_out
 from treadle.calibrate.constants_of_job import constants_of, with_constants
 from treadle.calibrate.fit import fit_paths
 from treadle.calibrate.path_form import PathForm, constants_at
@@ -74,23 +76,30 @@ def _has(peaks: str, precision: str) -> bool:
 
 
 def write_errors(pool: ConstantPool) -> None:
-    """Write the errors of runs that were left out of the fit, by GPU, precision and kind of model."""
-    found: dict[tuple[str, str, bool], dict[str, list[float]]] = {}
-    for name, group in {"configuration_left_out": by_configuration, "chip_left_out": by_chip}.items():
-        for row, prediction in predictions(pool, group):
-            key = (row.job.cluster.gpu, row.job.precision, row.job.model.is_moe)
-            found.setdefault(key, {}).setdefault(name, []).append(round(prediction.error, 3))
-        print(f"{name}: done", flush=True)
-    lines = [
-        "# Printed over measured step, less 1, of published runs that the constants were not fitted to: their",
-        "# configuration left out of the fit, or their chip. Written by `python benchmarks/fit_presets.py`.",
-    ]
+    """Write the errors of typed commands whose runs were left out of the fit, by GPU, kind of model and CUDA graphs.
+
+    A command prints a step of the newest release, so no factor of a release counts.
+    """
+    write_left_out(pool)
     pairs = pair_errors(pool.runs)
-    lines += ["", f"pair_error = {statistics.median(pairs):.4f}  # of {len(pairs)} pairs, with the presets as shipped"]
-    for (gpu, precision, moe), errors in sorted(found.items()):
-        lines += ["", "[[runs]]", f'gpu = "{gpu}"', f'precision = "{precision}"', f"moe = {str(moe).lower()}"]
-        for name, own in errors.items():
-            lines += _wrapped(name, sorted(own))
+    write_run_errors(f"{statistics.median(pairs):.4f}  # of {len(pairs)} pairs, with the presets as shipped")
+
+
+def write_run_errors(pair_error: str) -> None:
+    """Write run_errors.toml from the rows of data/typed_left_out.csv."""
+    found: dict[tuple[str, bool, str], list[LeftOut]] = {}
+    for row in left_out_rows():
+        found.setdefault((row.gpu, row.kind == "MoE", row.graphs), []).append(row)
+    lines = [
+        "# Printed over measured step, less 1, of typed commands of published runs that the constants were not fitted",
+        "# to: their configuration left out of the fit, or their chip. Written by `python benchmarks/fit_presets.py`.",
+    ]
+    lines += ["", f"pair_error = {pair_error}"]
+    for (gpu, moe, graphs), rows in sorted(found.items()):
+        lines += ["", "[[runs]]", f'gpu = "{gpu}"', f"moe = {str(moe).lower()}", f'graphs = "{graphs}"']
+        lines.append(f"configurations = {len({row.configuration for row in rows})}")
+        for name in ("configuration_left_out", "chip_left_out"):
+            lines += _wrapped(name, sorted(round(getattr(row, name).error, 3) for row in rows))
     (PRESETS / "run_errors.toml").write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
@@ -114,9 +123,12 @@ def _wrapped(name: str, errors: list[float], each: int = 14) -> list[str]:
 
 def main() -> None:
     """Fit, write, and print the factors of releases."""
-    pool = ConstantPool(fitted_rows())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--errors", action="store_true", help="Write run_errors.toml alone; presets stay.")
+    errors, pool = parser.parse_args().errors, ConstantPool(fitted_rows())
     logs = pool.fit_all()
-    write_clusters(pool, logs)
+    if not errors:
+        write_clusters(pool, logs)
     write_errors(pool)
     first = len(pool.gpus) * len(pool.keys)
     factors = {name: round(math.exp(log), 3) for name, log in zip(pool.factors, logs[first:], strict=True)}

@@ -27,8 +27,9 @@ from treadle.estimate.job_memory import OUTSIDE_BYTES
 from treadle.estimate.job_stages import stage_rows
 from treadle.planner import SearchSpace, find_plan
 from treadle.planner.find_plan import usable_bytes
-from treadle.planner.job_estimate import describe
+from treadle.planner.job_estimate import describe, estimate_candidate, with_light_stages
 from treadle.planner.run_errors import run_errors
+from treadle.planner.space import Candidate
 
 
 class KnownJob(NamedTuple):
@@ -78,8 +79,9 @@ def _llama(source: str, gpus: int) -> KnownJob:
 def _deepseek() -> KnownJob:
     """14.8T tokens in 2.664M hours of H800: the whole run, with its breaks.
 
-    BF16 moments, FP8 caches and what is recomputed are of sections 3.2 and 3.3. Its framework is its own: it is held to
-    what CUDA and NCCL leave, without what torch's allocator reserves beyond what it allocates.
+    BF16 moments, FP8 caches and what is recomputed are of sections 3.2 and 3.3. Which layers a stage has is not
+    published: they are those that a plan takes. Its framework is its own: it is held to what CUDA and NCCL leave,
+    without what torch's allocator reserves beyond what it allocates.
     """
     job = Job(
         model_of("deepseek-v3"),
@@ -97,7 +99,10 @@ def _deepseek() -> KnownJob:
         saved="fp8",
     )
     tokens, limit = 14.8e12 / 2.664e6 / 3600, job.cluster.memory_bytes - OUTSIDE_BYTES
-    return KnownJob("DeepSeek-V3 report, section 1", replace(job, layout=stage_rows(job)), tokens, tokens, limit)
+    stages = estimate_candidate(Candidate(job, balanced=True))
+    if stages.memory_bytes > limit:
+        stages = with_light_stages(stages)
+    return KnownJob("DeepSeek-V3 report, section 1", stages.job, tokens, tokens, limit)
 
 
 def _bridge(model: str, gpu: str, gpus: int, release: str) -> KnownJob:

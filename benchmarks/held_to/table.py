@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from held_to.rows import Prediction, read_rows, spread
+from held_to.typed_left_out import LeftOut, left_out_rows, range_without
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/plan.md")
@@ -60,17 +62,28 @@ def typed_rows() -> list[Typed]:
 
 
 def table() -> Iterator[str]:
-    """Yield the lines of the table: by GPU, dense and MoE, then what no fit has."""
+    """Yield the lines of the table: by GPU, dense and MoE, then what no fit has, then with constants fitted without.
+
+    Where a configuration is left out, it is left out of the range too; refused commands have no step to hold to.
+    """
     rows = typed_rows()
     fitted = [row for row in rows if row.data in ("bridge", "simumax")]
-    yield "| runs | rows | refused | median | 90th percentile | at most | inside the printed range |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| runs | rows | refused | median | 90th percentile | at most | inside the range | width of the range |"
+    yield "|---|---|---|---|---|---|---|---|"
     for kind in ("dense", "MoE"):
         for gpu in sorted({row.gpu for row in fitted if row.kind == kind}):
             yield _line(f"{kind} on {gpu.upper()}", [row for row in fitted if (row.kind, row.gpu) == (kind, gpu)])
         yield _line(f"{kind}, all", [row for row in fitted if row.kind == kind])
     for data, label in _LABELS.items():
         yield _line(label, [row for row in rows if row.data == data])
+    for kind in ("dense", "MoE"):
+        yield _line(f"{kind}, configuration left out", [_without(row) for row in left_out_rows() if row.kind == kind])
+
+
+def _without(row: LeftOut) -> Typed:
+    """Return a run with what its command prints if its configuration is left out."""
+    low, high = range_without(row)
+    return Typed("left out", row.run, row.kind, row.gpu, row.measured_s, row.configuration_s, low, high, "")
 
 
 def _line(what: str, rows: list[Typed]) -> str:
@@ -78,7 +91,8 @@ def _line(what: str, rows: list[Typed]) -> str:
     errors = spread([row.prediction for row in printed])
     shown = " | ".join(f"{100 * errors[name]:.1f}" for name in ("median", "p90", "max"))
     inside = sum(row.inside for row in printed)
-    share = f"{inside} of {len(printed)}, {100 * inside / len(printed):.0f} %"
+    width = statistics.fmean((row.high_s - row.low_s) / row.printed_s for row in printed)
+    share = f"{inside} of {len(printed)}, {100 * inside / len(printed):.0f} % | {100 * width:.0f} %"
     return f"| {what} | {len(rows)} | {len(rows) - len(printed)} | {shown} | {share} |"
 
 

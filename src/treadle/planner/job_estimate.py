@@ -89,10 +89,17 @@ def estimate_candidate(candidate: Candidate) -> JobEstimate:
 
 
 @lru_cache(maxsize=256)
-def _layout(job: Job, *, balanced: bool) -> tuple[str, ...]:
+def _layout(job: Job, *, balanced: bool, light: bool = False) -> tuple[str, ...]:
     """Return the stages of a job; offload does not matter to that."""
     costs = _block_costs(_one_rank(job))
-    return layout(costs, job.model.blocks, job.schedule, job.pp, job.vpp, balanced=balanced)
+    return layout(costs, job.model.blocks, job.schedule, job.pp, job.vpp, balanced=balanced, light=light)
+
+
+def with_light_stages(estimate: JobEstimate) -> JobEstimate:
+    """Return the job with stages whose first rank keeps less, as the embedding counts as a layer."""
+    plain = replace(estimate.job, layout=None, offload=())
+    stages = _layout(plain, balanced=True, light=True)
+    return estimate if stages == estimate.job.layout else estimate_job(replace(estimate.job, layout=stages))
 
 
 def estimate_job(job: Job) -> JobEstimate:

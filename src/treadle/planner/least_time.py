@@ -92,6 +92,14 @@ def model_ticks(costs: Costs, blocks: str, schedule: str, num_stages: int) -> in
     return whole.computed if family(schedule).overlapped else max(whole.computed, whole.chain - num_stages * beside)
 
 
+def block_ticks(costs: Costs, block: str, *, overlapped: bool) -> int:
+    """Return what a stage takes for a block of a micro-batch; `overlapped`: exchanges run beside what is computed."""
+    if not overlapped:
+        return costs.of_block(block)
+    times = _of_block(costs, block, ())
+    return max(times.computed, times.exchanged + times.exchanged_back)
+
+
 @lru_cache(maxsize=1024)
 def _splits(schedule: str, pp: int, vpp: int) -> bool:
     """True if a schedule splits some backward into dgrad and wgrad."""

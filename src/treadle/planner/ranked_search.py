@@ -10,7 +10,7 @@ from treadle.estimate.host_copies import host_shortage
 from treadle.estimate.job_memory import estimate_memory
 from treadle.planner.advised_job import Advisor, reason_text, within_error_s
 from treadle.planner.front import Front
-from treadle.planner.job_estimate import Alternative, JobEstimate, describe
+from treadle.planner.job_estimate import Alternative, JobEstimate, describe, with_light_stages
 from treadle.planner.narrowed import MANY, Progress, SearchWatch, estimates_of
 from treadle.planner.offload_choice import offloaded_to_fit, with_least_offload
 from treadle.planner.simulated_step import NEAR
@@ -96,6 +96,9 @@ def search(
     estimates = {each.job: each for each in estimates_of(points, memory_limit, watch, narrowed=narrowed)}
     pool = _Pool(list(estimates.values()), memory_limit, bounded=bounded)
     found = _rank(pool, progress)
+    if found is None and points[0].job.layout is None:
+        pool = _Pool([*map(with_light_stages, pool.too_large)], memory_limit, bounded=bounded)
+        found = _rank(pool)
     if found is None and offload:
         larger = pool.too_large
         pool = _Pool([*larger, *offloaded_to_fit(larger, memory_limit)], memory_limit, bounded=bounded)

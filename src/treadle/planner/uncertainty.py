@@ -9,7 +9,7 @@ from treadle.estimate.cluster import GIB
 from treadle.planner.memory_margin import imbalance, margin_bytes
 from treadle.planner.plan_report import schedule_text
 from treadle.planner.planned_step import PlannedStep
-from treadle.planner.run_errors import FEWEST, RunErrors
+from treadle.planner.run_errors import RunErrors, graphs_text
 
 
 class Doubt(NamedTuple):
@@ -33,9 +33,11 @@ def doubts(chosen: PlannedStep, errors: RunErrors, memory_limit: int) -> tuple[D
             "GPU to CUDA, NCCL and torch's allocator",
         ),
     ]
-    if not errors.like.endswith(f" on {job.cluster.gpu} in {job.precision}"):
-        text = f"fewer than {FEWEST} published runs are of {job.cluster.gpu or job.cluster.name} in {job.precision}"
-        found.append(Doubt("constants", f"{text}: achieved rates are those of the nearest GPU or precision"))
+    if not errors.on_gpu:
+        text = (
+            f"no published run of this kind is on {job.cluster.gpu or job.cluster.name} {graphs_text(job.cuda_graph)}"
+        )
+        found.append(Doubt("constants", f"{text}: achieved rates and range are those of the nearest"))
     if unrun is not None:
         found.append(Doubt("schedule", unrun))
     if job.sharding == "parameters":
