@@ -120,7 +120,7 @@ def test_offload_is_not_considered_while_something_fits_without() -> None:
 
 
 ONE = SearchSpace(
-    tp=(1,), cp=(1,), pp=(4,), micro_batch_size=(1,), schedules=("1f1b",), recompute=((),), balanced=(True,)
+    tp=(1,), cp=(1,), pp=(4,), micro_batch_size=(1,), schedules=("1f1b",), recompute=((),), balanced=(False,)
 )
 
 

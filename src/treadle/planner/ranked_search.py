@@ -96,7 +96,7 @@ def search(
     estimates = {each.job: each for each in estimates_of(points, memory_limit, watch, narrowed=narrowed)}
     pool = _Pool(list(estimates.values()), memory_limit, bounded=bounded)
     found = _rank(pool, progress)
-    if found is None and points[0].job.layout is None:
+    if found is None and all(point.balanced and point.job.layout is None for point in points):
         pool = _Pool([*map(with_light_stages, pool.too_large)], memory_limit, bounded=bounded)
         found = _rank(pool)
     if found is None and offload:
