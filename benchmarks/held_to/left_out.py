@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 
-from held_to.fitting import ConstantPool, Floats, chip_of, factor_of
+from held_to.fitting import ConstantPool, chip_of, factor_of
 from held_to.printed import Row, data_sets
 from held_to.rows import Prediction
+from treadle.calibrate.log_fit import Floats
 from treadle.planner.job_estimate import estimate_job
 
 Group = Callable[[Row], Hashable | None]
