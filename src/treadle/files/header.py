@@ -21,11 +21,11 @@ import numpy as np
 
 from treadle.fields.fields import Fields, Object
 from treadle.fields.kinds import COUNT, SHARE, ListOf, Number, OneOf, Text
+from treadle.ir.clock_units import CLOCK_UNITS
 from treadle.ir.ops import OpKind
 from treadle.ir.placement import MOST_CHUNKS, Placement
 from treadle.ir.program import SAVED_UNITS, Layout
 from treadle.ir.schedule import MOST_MICROBATCHES
-from treadle.ir.show import CLOCK_UNITS
 from treadle.ir.trace import Clock, Trace
 
 VERSION = 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from treadle.ir.clock_units import SECONDS
+
 if TYPE_CHECKING:
     from treadle.ir.printed_peak import PeakJson
     from treadle.ir.trace import Clock
@@ -14,12 +16,6 @@ def counted(count: int, name: str) -> str:
     """Return a count with its noun: `1 rank`, `8 micro-batches`."""
     return f"{count} {name}" + ("" if count == 1 else "es" if name.endswith("ch") else "s")
 
-
-SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
-"""Seconds of a unit."""
-
-CLOCK_UNITS = (*SECONDS, "unit")
-"""The units that a clock can have: those of real time, and a unit of costs without one."""
 
 _BYTES = (("EB", 1e18), ("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from treadle.ir.clock_units import SECONDS
 from treadle.ir.notebook_forms import ShownInNotebooks
 from treadle.ir.program import Longs, Program
-from treadle.ir.show import SECONDS
 
 
 @dataclass(frozen=True)
