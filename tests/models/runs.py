@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import treadle
+from tests.support.devices import DEVICE_TYPE, device_of
 from treadle.ir.blocks import LAYERS
 from treadle.models import (
     IGNORED,
@@ -60,7 +61,7 @@ class Batch:
     @property
     def side(self) -> dict[str, Any]:
         """What `Pipeline.step` takes beside."""
-        return {"positions": self.positions, "documents": Documents.of(self.documents)}
+        return {"positions": self.positions, "documents": Documents.of(self.documents.cpu())}
 
 
 def rows_of(config: ModelConfig, num_stages: int) -> tuple[str, ...]:
@@ -80,17 +81,19 @@ def gradients_of(stages: dict[int, nn.Sequential]) -> dict[str, Tensor]:
     for view in views_of_stages(stages):
         if isinstance(view.tensor, nn.Parameter):
             assert view.tensor.grad is not None, view.name
-            found[view.name] = view.of(view.tensor.grad)
+            found[view.name] = view.of(view.tensor.grad).cpu()
     return found
 
 
 def run_step(rank: int, layout: Layout, config: ModelConfig, directory: Path, batch: Batch) -> dict[str, Any]:
     """One step of a model from a checkpoint; this rank's gradients, the loss, and what the report says."""
-    mesh = init_device_mesh("cpu", (layout.pp, layout.dp, layout.ep), mesh_dim_names=("pp", "dp", "ep"))
+    mesh = init_device_mesh(DEVICE_TYPE, (layout.pp, layout.dp, layout.ep), mesh_dim_names=("pp", "dp", "ep"))
     schedule = treadle.generate(layout.schedule, pp=layout.pp, microbatches=layout.microbatches)
     rows = rows_of(config, schedule.placement.num_stages)
     at = dict(enumerate(schedule.placement.stages[mesh.get_local_rank("pp")]))
-    stages = build_stages(config, rows, at, ep=layout.ep, ep_rank=mesh.get_local_rank("ep"), seed=1)
+    stages = build_stages(
+        config, rows, at, ep=layout.ep, ep_rank=mesh.get_local_rank("ep"), seed=1, device=device_of(rank)
+    )
     load_pretrained(stages, directory)
     mine = batch.part(mesh.get_local_rank("dp") * layout.ep + mesh.get_local_rank("ep"), layout.dp * layout.ep)
     pipe = treadle.Pipeline(
@@ -113,7 +116,7 @@ def run_layouts(
     rank: int, layouts: list[Layout], config: ModelConfig, directory: Path, batch: Batch, wanted: Path
 ) -> dict[str, tuple[float, float, float, str]]:
     """For each layout the loss, the norm, the largest relative difference of a gradient from a file's, and its name."""
-    expected = torch.load(wanted)
+    expected = torch.load(wanted, map_location="cpu")
     found = {}
     for layout in layouts:
         made = run_step(rank, layout, config, directory, batch)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import treadle
 from tests.models.tiny import VOCAB, tokens
+from tests.support.devices import DEVICE_TYPE, drawn
 from tests.support.ranks import check, run_ranks
 from treadle.models import Documents, cut_causal_lm, cut_ties, loss_fn, views
 
@@ -46,7 +47,7 @@ def _make(name: str) -> Any:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(0.1 * drawn(torch.randn, parameter.shape, generator=generator))
     return model
 
 
@@ -218,7 +219,7 @@ def _run(rank: int) -> list[tuple[str, float, str]]:
         model = copy.deepcopy(whole)
         inputs, targets = batch[:, :-1], batch[:, 1:]
         _backward(loss_fn(whole(inputs, use_cache=False).logits, targets) / targets.numel())
-        mesh = init_device_mesh("cpu", (pp, dp), mesh_dim_names=("pp", "dp"))
+        mesh = init_device_mesh(DEVICE_TYPE, (pp, dp), mesh_dim_names=("pp", "dp"))
         schedule = treadle.generate(schedule_name, pp=pp, microbatches=4)
         num = schedule.placement.num_stages
         layers = [(at + 1) * 4 // num - at * 4 // num for at in range(num)]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.models.runs import Batch, Layout, furthest, gradients_of, run_step
 from tests.models.tiny import QWEN3_MOE, VOCAB, apart, tokens
+from tests.support.devices import drawn
 from tests.support.ranks import check, run_ranks
 from treadle.models import IGNORED, Documents, ModelConfig, build_stages, loss_fn, run_stage, save_pretrained
 from treadle.models.decoder_layers import DecoderLayer
@@ -37,7 +38,7 @@ def _packed(num: int) -> Batch:
     """Documents of different lengths; nothing is predicted across their ends."""
     inputs = tokens(num)[:, :-1].contiguous()
     generator = torch.Generator().manual_seed(7)
-    starts = torch.rand(inputs.shape, generator=generator) < 0.25
+    starts = drawn(torch.rand, inputs.shape, generator=generator) < 0.25
     documents = starts.cumsum(-1) + 5
     targets = tokens(num)[:, 1:].clone()
     targets[:, :-1][documents[:, 1:] != documents[:, :-1]] = IGNORED
@@ -72,7 +73,7 @@ def test_mtp_of_packed_documents_is_that_of_each_alone() -> None:
     """Each block predicts one token further, of the same document."""
     block = next(b for b in _model(EVERYTHING) if isinstance(b, TokenPredictor) and b.depth == 2)
     batch = _packed(4)
-    hidden = torch.randn(*batch.inputs.shape, EVERYTHING.hidden_size, generator=torch.Generator().manual_seed(3))
+    hidden = drawn(torch.randn, *batch.inputs.shape, EVERYTHING.hidden_size, generator=torch.Generator().manual_seed(3))
     out, loss = block(hidden, batch.targets, batch.positions, Documents.of(batch.documents))
     total, num = torch.zeros(()), 0
     for row, documents in enumerate(batch.documents):
@@ -142,7 +143,7 @@ LAYOUTS = [
 def _run(
     rank: int, directory: Path, batch: Batch, wanted: Path
 ) -> list[tuple[str, float, str, float, dict[str, float]]]:
-    expected = torch.load(wanted)
+    expected = torch.load(wanted, map_location="cpu")
     found = []
     for layout in LAYOUTS:
         made = run_step(rank, layout, EVERYTHING, directory, batch)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import treadle
 from tests.models.runs import rows_of
 from tests.models.tiny import QWEN3_MOE, apart, tokens
+from tests.support.devices import DEVICE_TYPE, device_of, drawn
 from tests.support.ranks import check, run_ranks
 from treadle.models import Documents, ModelConfig, build_stages, loss_fn, run_stage, update_bias
 from treadle.models.decoder_layers import ExpertLayer
@@ -56,7 +57,7 @@ def test_the_expert_part_of_a_layer_is_that_of_deepseek_v3(norm_topk_prob: bool)
         theirs.experts.gate_up_proj.copy_(experts.up.weight)
         theirs.experts.down_proj.copy_(experts.down.weight)
     theirs.shared_experts.load_state_dict(shared.state_dict())
-    x = torch.randn(2, 15, config.hidden_size, generator=torch.Generator().manual_seed(1))
+    x = drawn(torch.randn, 2, 15, config.hidden_size, generator=torch.Generator().manual_seed(1))
     layer.input_layernorm, layer.post_attention_layernorm = nn.Identity(), nn.Identity()  # type: ignore[assignment]
     layer.mix = lambda x, positions, documents: x
     ours = layer(x, torch.arange(15).expand(2, -1)) - x
@@ -77,7 +78,7 @@ def test_the_expert_part_of_a_layer_is_that_of_deepseek_v3(norm_topk_prob: bool)
 def test_choices_see_the_bias_and_gates_do_not() -> None:
     config = replace(SIGMOID, n_group=1, topk_group=1, norm_topk_prob=False, routed_scaling_factor=1.0)
     gate = _layer(config).mlp.gate
-    x = torch.randn(20, config.hidden_size, generator=torch.Generator().manual_seed(1))
+    x = drawn(torch.randn, 20, config.hidden_size, generator=torch.Generator().manual_seed(1))
     before, routing, _ = gate(x)
     scores = (x @ gate.score.weight.T).sigmoid()
     torch.testing.assert_close(before, scores.gather(1, routing.chosen))
@@ -111,7 +112,7 @@ def test_updates_make_a_skewed_load_even() -> None:
         gate.score.weight[0] += 0.5  # scores of expert 0 vary more than the others'
     stages = {0: nn.Sequential(layer := _layer(config))}
     layer.mlp.gate = gate
-    x = torch.randn(500, config.hidden_size, generator=torch.Generator().manual_seed(1)) + 0.3
+    x = drawn(torch.randn, 500, config.hidden_size, generator=torch.Generator().manual_seed(1)) + 0.3
     spreads = []
     for _ in range(60):
         _, routing, _ = gate(x)
@@ -128,17 +129,17 @@ def _train(rank: int) -> list[dict[int, Tensor]]:
     """Three steps with updates for each case; the biases of this rank's layers."""
     found = []
     for name, pp, dp, ep, recompute in CASES:
-        mesh = init_device_mesh("cpu", (pp, dp, ep), mesh_dim_names=("pp", "dp", "ep"))
+        mesh = init_device_mesh(DEVICE_TYPE, (pp, dp, ep), mesh_dim_names=("pp", "dp", "ep"))
         schedule = treadle.generate(name, pp=pp, microbatches=8 // (dp * ep))
         rows = rows_of(SIGMOID, schedule.placement.num_stages)
         at = dict(enumerate(schedule.placement.stages[mesh.get_local_rank("pp")]))
-        stages = build_stages(SIGMOID, rows, at, ep=ep, ep_rank=mesh.get_local_rank("ep"))
+        stages = build_stages(SIGMOID, rows, at, ep=ep, ep_rank=mesh.get_local_rank("ep"), device=device_of(rank))
         pipe = treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, recompute=recompute)
         for step in range(3):
             batch = tokens(8, seed=step).chunk(dp * ep)[mesh.get_local_rank("dp") * ep + mesh.get_local_rank("ep")]
             inputs = batch[:, :-1]
             num = schedule.num_microbatches
-            documents = Documents.of(torch.zeros_like(inputs))
+            documents = Documents.of(torch.zeros_like(inputs, device="cpu"))
             side = {"documents": documents.split(num), "positions": documents.positions(inputs.device)}
             pipe.step(inputs, batch[:, 1:], side=side, num_tokens=8 * 12)
             pipe.evaluate(inputs, batch[:, 1:], side=side, num_tokens=8 * 12)

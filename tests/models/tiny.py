@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.support.devices import drawn
 from treadle.models import ModelConfig, build_stages, load_pretrained
 
 VOCAB = 61
@@ -30,10 +31,10 @@ def hf_model(config: ModelConfig, seed: int = 0) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             mean = 1.0 if parameter.dim() == 1 else 0.0
-            parameter.copy_(mean + 0.15 * torch.randn(parameter.shape, generator=generator))
+            parameter.copy_(mean + 0.15 * drawn(torch.randn, parameter.shape, generator=generator))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
-                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+                buffer.copy_(0.2 * drawn(torch.randn, buffer.shape, generator=generator))
     return model.float().eval()
 
 
@@ -60,7 +61,7 @@ def apart(ours: Tensor, theirs: Tensor) -> float:
 def tokens(num: int, length: int = 12, seed: int = 0) -> Tensor:
     """Sequences of tokens, one more than `length` long."""
     generator = torch.Generator().manual_seed(1 + seed)
-    return torch.randint(0, VOCAB, (num, length + 1), generator=generator)
+    return drawn(torch.randint, 0, VOCAB, (num, length + 1), generator=generator)
 
 
 def hf_gradients(model: Any) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support import deepep_contract
+from tests.support.devices import DEVICE_TYPE, device_of
 from tests.support.experts import named_grads
 from tests.support.ranks import check, run_ranks
 from treadle.dist.groups import Group
@@ -41,7 +42,7 @@ class Backend:
 
     @property
     def device(self) -> str:
-        return "cuda" if self.exchange == "deepep" and not self.contract else "cpu"
+        return "cuda" if self.exchange == "deepep" and not self.contract else DEVICE_TYPE
 
 
 BACKENDS = [
@@ -133,7 +134,7 @@ def own_part(rank: int, backend: Backend, route: str) -> tuple[MoELayer, torch.d
     if backend.contract:
         deepep_contract.install()
     layer = part(whole(route, backend.dtype), route, dist.get_world_size(), rank, backend.exchange)
-    device = torch.device("cuda", rank) if backend.device == "cuda" else torch.device("cpu")
+    device = torch.device("cuda", rank) if backend.device == "cuda" else device_of(rank)
     assert isinstance(layer.exchange, EpGroupModule)
     layer.exchange.join(ep_group(rank), {})
     return layer.to(device), device
@@ -262,7 +263,7 @@ def test_a_size_that_deepep_has_no_kernels_for_is_refused_when_it_is_joined() ->
 
 
 def gathered(rank: int) -> list[list[Any]]:
-    comm = Comm(ep_group(rank), torch.device("cpu"))
+    comm = Comm(ep_group(rank), device_of(rank))
     things = [rank, None, bytearray(rank * b"\x00\xff'") if rank else None, ("host", rank, [True, -1.5])]
     return [[comm.Get_rank(), comm.Get_size()], *(comm.allgather(thing) for thing in things)]
 

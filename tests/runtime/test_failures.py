@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import treadle
 from tests.support.cases import nearest, refusal, replica_of, take_step
+from tests.support.devices import drawn
 from tests.support.grid import pairs
 from tests.support.injections import InjectedError, InjectedPipeline, Injections, Tripwire
 from tests.support.oracle import chunks_of, make_mesh
@@ -89,7 +90,7 @@ class Model:
 
     def batch(self, seed: int, replica: int = 0, tokens: int = 3) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(10 * seed + replica)
-        x, y = torch.randn(2, 4 * SAMPLES, tokens, WIDTH, generator=generator)
+        x, y = drawn(torch.randn, 2, 4 * SAMPLES, tokens, WIDTH, generator=generator)
         return x.to(DTYPES[self.dtype]), y.to(DTYPES[self.dtype])
 
 
@@ -145,7 +146,7 @@ class Place:
 
 
 def bits_of(tensor: Tensor) -> tuple[torch.Size, bytes]:
-    return tensor.shape, tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.shape, tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def undisturbed(model: Model, mesh: DeviceMesh, before: str) -> tuple[bytes, Bits]:

@@ -21,6 +21,7 @@ from tests.support.cases import (
     square_loss,
     take_step,
 )
+from tests.support.devices import drawn
 from tests.support.oracle import (
     Embed,
     Head,
@@ -59,7 +60,7 @@ def low_stages() -> list[nn.Module]:
 
 def low_batch(replica: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(replica)
-    x = 1.0 + 0.1 * torch.randn(NUM_LOW * 2, 4, generator=generator)
+    x = 1.0 + 0.1 * drawn(torch.randn, NUM_LOW * 2, 4, generator=generator)
     return x.bfloat16(), torch.zeros(NUM_LOW * 2, 4, dtype=torch.bfloat16)
 
 

@@ -8,11 +8,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import treadle
+from tests.support.devices import DEVICE_TYPE
 from tests.support.ranks import check, run_ranks
 
 
 def _losses(rank: int) -> tuple[list[float], float, str]:
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
+    mesh = init_device_mesh(DEVICE_TYPE, (1,), mesh_dim_names=("pp",))
     schedule = treadle.generate("1f1b", pp=1, microbatches=2)
     x = torch.ones(4, 64)
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import treadle
 from tests.support.cases import Grads, hold, nearest, own_grads, refusal, replica_of
+from tests.support.devices import drawn
 from tests.support.oracle import grads_of, make_mesh
 from tests.support.ranks import check, run_ranks
 from treadle.runtime.model.layered import LayeredStage
@@ -92,9 +93,9 @@ def make_stages(num: int, kind: str) -> list[nn.Sequential]:
 
 def make_batch(replica: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(replica)
-    tokens = torch.randint(0, 11, (2 * NUM_MB, TOKENS + 1), generator=generator)
-    documents = torch.randint(0, 2, (2 * NUM_MB, TOKENS), generator=generator).cumsum(1)
-    positions = torch.rand(2 * NUM_MB, TOKENS, generator=generator, dtype=torch.float64)
+    tokens = drawn(torch.randint, 0, 11, (2 * NUM_MB, TOKENS + 1), generator=generator)
+    documents = drawn(torch.randint, 0, 2, (2 * NUM_MB, TOKENS), generator=generator).cumsum(1)
+    positions = drawn(torch.rand, 2 * NUM_MB, TOKENS, generator=generator, dtype=torch.float64)
     return tokens[:, :-1], tokens[:, 1:], {"positions": positions, "documents": documents}
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import treadle
+from tests.support.devices import drawn
 from tests.support.oracle import (
     chunks_of,
     cut,
@@ -130,7 +131,7 @@ def square_loss(output: Tensor, target: Tensor) -> Tensor:
 
 def float_batch(num_mb: int, replica: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 + replica)
-    x, y = torch.randn(2, num_mb * 2, 6, generator=generator, dtype=torch.float64)
+    x, y = drawn(torch.randn, 2, num_mb * 2, 6, generator=generator, dtype=torch.float64)
     return x, y
 
 

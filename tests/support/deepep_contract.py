@@ -124,11 +124,12 @@ class Buffer:
 
     def _all(self, tensor: Tensor) -> list[Tensor]:
         """Everyone's."""
-        raw = bytearray(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        raw = bytearray(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         told = self._comm.allgather((list(tensor.shape), bytes(raw)))
-        empty = torch.empty(0, dtype=tensor.dtype)
         return [
-            torch.frombuffer(bytearray(data), dtype=tensor.dtype).reshape(shape) if data else empty.new_empty(shape)
+            torch.frombuffer(bytearray(data), dtype=tensor.dtype).reshape(shape).to(tensor.device)
+            if data
+            else tensor.new_empty(shape)
             for shape, data in told
         ]
 

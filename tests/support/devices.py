@@ -1,18 +1,24 @@
 """The device that tests run on: `TREADLE_TEST_DEVICE=cuda pytest` runs the suite on GPUs, one a rank, over NCCL;
 `TREADLE_TEST_DEVICE=sim` on devices made of threads, whose kernels are late by draws from `TREADLE_TEST_SEED`.
 
-Tensors and modules that a rank makes without naming a device are on its own. A test that has more ranks than there are
-devices is skipped, as NCCL gives a device to one rank only.
+Tensors and modules that a rank makes without naming a device are on its own, and so are those that it is given; what it
+returns comes to the host. A test that has more ranks than there are devices is skipped, as NCCL gives a device to one
+rank only.
 """
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from treadle import sim_device
 
@@ -58,6 +64,37 @@ def enter(rank: int) -> None:
 def here(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor on this process's device."""
     return tensor.to(torch.get_default_device())
+
+
+def drawn(draw: Callable[..., Tensor], *args: Any, **named: Any) -> Tensor:
+    """What `torch.randn` and its like draw from a generator of the host, on the default device."""
+    return here(draw(*args, **named, device="cpu"))
+
+
+def pickled(thing: Any) -> bytes:
+    """`thing`, whose tensors are on the default device where it is unpickled."""
+    if DEVICE_TYPE == "cpu":
+        return pickle.dumps(thing)
+    file = io.BytesIO()
+    _Pickler(file).dump(thing)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, thing: Any) -> Any:
+        if not isinstance(thing, Tensor) or thing.is_meta:
+            return NotImplemented
+        host = thing.detach().cpu().as_subclass(Tensor)
+        return _arrived, (
+            host.__reduce_ex__(pickle.HIGHEST_PROTOCOL),
+            isinstance(thing, nn.Parameter),
+            thing.requires_grad,
+        )
+
+
+def _arrived(reduced: Any, is_parameter: bool, requires_grad: bool) -> Tensor:
+    made = here(reduced[0](*reduced[1]).detach())
+    return nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
 
 
 @cache

@@ -20,6 +20,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.cases import MOST_DIFFERENCE
+from tests.support.devices import drawn
 from treadle.runtime.model.segments import Segment, compute
 
 WIDTH, SAMPLES, TOKENS, ROWS = 8, 2, 3, 11
@@ -117,7 +118,7 @@ def _stage(shape: Shape, number: int, num_stages: int, grain: str) -> nn.Module:
 def make_batch(num_mb: int, number: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets of a step."""
     generator = torch.Generator().manual_seed(number)
-    x, y = torch.randn(2, num_mb * SAMPLES, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
+    x, y = drawn(torch.randn, 2, num_mb * SAMPLES, TOKENS, WIDTH, generator=generator, dtype=torch.float64)
     return x, y
 
 

@@ -125,7 +125,7 @@ def run_ranks(
     devices.skip_beyond_devices(world)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group_timeout_s = group_timeout_s if group_timeout_s is not None else timeout_s
-    task = pickle.dumps((fn, args))  # by multiprocessing's own pickler, all ranks would share the memory of tensors
+    task = devices.pickled((fn, args))  # by multiprocessing's own pickler, all ranks would share the memory of tensors
     new = new or devices.DEVICE_TYPE != "cpu"  # a rank's device is set once
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         places = [_Place(rank, world, store.port, group_timeout_s, Path(directory)) for rank in range(world)]
@@ -233,15 +233,15 @@ def _run_rank(place: _Place, task: bytes, imported: Callable[[], None]) -> bytes
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo asks for the address of the machine's name
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # else a rank that ends at once fails those that still connect to it
     try:
+        devices.enter(place.rank)
         fn, args = pickle.loads(task)
         imported()
         store = TCPStore("127.0.0.1", place.port, is_master=False)
         timeout = timedelta(seconds=place.group_timeout_s)
-        devices.enter(place.rank)
         dist.init_process_group(
             devices.backend(), store=store, rank=place.rank, world_size=place.world, timeout=timeout
         )
-        answer = pickle.dumps(fn(place.rank, *args))
+        answer = devices.pickled(fn(place.rank, *args))
         while _open:
             _open.pop().close()
         if dist.is_initialized():

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import treadle
+from tests.support.devices import DEVICE_TYPE, device_of, drawn
 from tests.support.ranks import check, run_ranks
 from treadle.ir.ops import OpKind
 from treadle.models import ModelConfig, build_stages, loss_fn, tied_parameters, views_of_stages
@@ -165,13 +166,14 @@ def test_a_run_holds_what_the_dry_run_said() -> None:
 def held(rank: int) -> dict[str, Any]:
     """What a rank of the run has: parameters, gradients, optimizer state, and the most saved at once."""
     plan = ParallelPlan.of(RUN, 4)
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "ep"))
+    mesh = torch.distributed.device_mesh.init_device_mesh(DEVICE_TYPE, (2, 1, 2), mesh_dim_names=("pp", "dp", "ep"))
     pp_rank = mesh.get_local_rank("pp")
-    stages = build_stages(MODEL, plan.rows, plan.stages_of(pp_rank), ep=2, ep_rank=mesh.get_local_rank("ep"))
+    ep_rank, device = mesh.get_local_rank("ep"), device_of(rank)
+    stages = build_stages(MODEL, plan.rows, plan.stages_of(pp_rank), ep=2, ep_rank=ep_rank, device=device)
     tied = tied_parameters(MODEL, plan.rows)
     pipe = treadle.Pipeline(stages, plan.schedule, mesh=mesh, loss_fn=loss_fn, tied=tied, saved="count", deadline_s=120)
     optimizer = ShardedOptimizer(pipe, views_of_stages(stages), RUN.optimizer)
-    tokens = torch.randint(0, MODEL.vocab_size, (8, 25), generator=torch.Generator().manual_seed(rank % 2))
+    tokens = drawn(torch.randint, 0, MODEL.vocab_size, (8, 25), generator=torch.Generator().manual_seed(rank % 2))
     side = {
         "positions": torch.arange(24).repeat(8, 1),
         "documents": packed((8, 24)).split(plan.schedule.num_microbatches),

@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 
 import treadle
+from tests.support.devices import DEVICE_TYPE, device_of, drawn
 from tests.support.ranks import check, run_ranks
 from treadle.ir.ops import OpKind
 from treadle.models import ModelConfig, build_stages, loss_fn
@@ -54,14 +55,16 @@ def counted(rank: int) -> dict[str, dict[str, int]]:
 
 def _run(config: ModelConfig, dtype: torch.dtype, recompute: tuple[str, ...], rank: int) -> dict[str, int]:
     ep = _ep(config)
-    mesh = init_device_mesh("cpu", (1, 2 // ep, ep), mesh_dim_names=("pp", "dp", "ep"))
-    stages = build_stages(config, (config.blocks,), {0: 0}, ep=ep, ep_rank=rank % ep, dtype=dtype)
+    mesh = init_device_mesh(DEVICE_TYPE, (1, 2 // ep, ep), mesh_dim_names=("pp", "dp", "ep"))
+    stages = build_stages(
+        config, (config.blocks,), {0: 0}, ep=ep, ep_rank=rank % ep, dtype=dtype, device=device_of(rank)
+    )
     schedule = treadle.generate("1f1b", pp=1, microbatches=2)
     pipe = treadle.Pipeline(
         stages, schedule, mesh=mesh, loss_fn=loss_fn, saved="count", recompute=recompute, deadline_s=120
     )
     generator = torch.Generator().manual_seed(rank)
-    tokens = torch.randint(0, config.vocab_size, (2 * SIZE, SEQ_LEN + 1), generator=generator)
+    tokens = drawn(torch.randint, 0, config.vocab_size, (2 * SIZE, SEQ_LEN + 1), generator=generator)
     side: dict[str, Any] = {
         "positions": torch.arange(SEQ_LEN).repeat(2 * SIZE, 1),
         "documents": packed((2 * SIZE, SEQ_LEN)).split(2),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import treadle
+from tests.support.devices import drawn
 from tests.support.fuzz import Life, Runner, off_by, same_bits
 from tests.support.fuzz_models import MOST_DIFFERENCE, Config, Grads, make_model, run_whole
 from tests.support.oracle import make_mesh
@@ -156,7 +157,7 @@ class Dense(nn.Module):
 
 def unseeded(rank: int) -> list[tuple[float, list[Tensor | None], Tensor]]:
     results = []
-    x = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(3))
+    x = drawn(torch.randn, 4, 5, 6, generator=torch.Generator().manual_seed(3))
     for again in ((), ("attn",), ("attn", "mlp")):
         torch.manual_seed(1)
         stage, schedule = nn.Sequential(Dense(), Dense()), treadle.generate("zb-h1", pp=2, microbatches=4)
@@ -221,7 +222,7 @@ def apart() -> list[nn.Sequential]:
 
 
 def tokens() -> tuple[Tensor, Tensor]:
-    made = torch.randint(VOCAB, (2, 4, 5), generator=torch.Generator().manual_seed(2))
+    made = drawn(torch.randint, VOCAB, (2, 4, 5), generator=torch.Generator().manual_seed(2))
     return made[0], made[1]
 
 
@@ -290,7 +291,7 @@ def plain_rank(rank: int) -> Any:
     torch.manual_seed(rank)
     stage, schedule = Sparse(6, 6).double(), treadle.generate("1f1b", pp=2, microbatches=2)
     pipe = treadle.Pipeline({0: stage}, schedule, mesh=make_mesh(2), loss_fn=two_losses, deadline_s=PATIENT_S)
-    x = torch.randn(2, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    x = drawn(torch.randn, 2, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     loss = float(pipe.step(list(x), list(x)))
     assert pipe.report is not None
     told = {name: float(loss) for name, loss in pipe.report.by_name.items()}
@@ -308,7 +309,7 @@ def test_plain_stages_and_loss_fn_have_further_losses() -> None:
     for rank in range(2):
         torch.manual_seed(rank)
         stages.append(Sparse(6, 6).double())
-    x = torch.randn(2, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    x = drawn(torch.randn, 2, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     total, sums = 0.0, dict.fromkeys(("l1", "main", "z"), 0.0)
     for part in x:
         h, l1 = part, torch.zeros((), dtype=torch.float64)

@@ -13,7 +13,7 @@ import treadle
 from tests.runtime.run.test_layers import EXPERTS, WIDTH, Case, expert_number, own_part, renumbered, whole_model
 from tests.runtime.run.test_layers_padded import EP, PP, ep_mesh, padded_stages
 from tests.support.cases import refusal
-from tests.support.devices import DEVICE_TYPE
+from tests.support.devices import DEVICE_TYPE, drawn
 from tests.support.experts import named_grads
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
@@ -32,7 +32,7 @@ def pairs_of(step: int, replica: int, num_mb: int) -> Pairs:
     pairs = []
     for mb in range(num_mb):
         shape = (2, lengths[(mb + 2 * replica) % len(lengths)], WIDTH)
-        x, target = torch.randn(shape, generator=generator, dtype=torch.float64)
+        x, target = drawn(torch.randn, shape, generator=generator, dtype=torch.float64)
         pairs.append((x, target))
     return pairs
 

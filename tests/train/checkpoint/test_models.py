@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import treadle
 from tests.models.runs import rows_of
 from tests.models.tiny import QWEN3_MOE
-from tests.support.devices import DEVICE_TYPE
+from tests.support.devices import DEVICE_TYPE, device_of
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
 from tests.train.checkpoint.states import whole_state
@@ -41,9 +42,8 @@ def save_or_load(rank: int, layout: Layout, number: int, directory: Path) -> Sta
     config, schedule = model(), layout.schedule
     rows = rows_of(config, schedule.placement.num_stages)
     at = dict(enumerate(schedule.placement.stages[mesh.get_local_rank("pp")]))
-    stages = build_stages(
-        config, rows, at, ep=layout.ep, ep_rank=mesh.get_local_rank("ep"), dtype=torch.bfloat16, seed=number
-    )
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "seed": number, "device": device_of(rank)}
+    stages = build_stages(config, rows, at, ep=layout.ep, ep_rank=mesh.get_local_rank("ep"), **options)
     tied = tied_parameters(config, rows)
     pipe = treadle.Pipeline(stages, schedule, mesh=mesh, loss_fn=loss_fn, tied=tied, deadline_s=PATIENT_S)
     optimizer = ShardedOptimizer(pipe, views_of_stages(stages), OptimizerConfig(name="muon"))

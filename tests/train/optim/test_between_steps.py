@@ -14,6 +14,7 @@ from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 
 import treadle
 from tests.support.cases import all_refuse, refusal, schedule_of
+from tests.support.devices import drawn
 from tests.support.oracle import make_mesh
 from tests.support.ranks import check, close_at_end, run_ranks
 from treadle.models.views import NamedView
@@ -31,7 +32,7 @@ def model(dtype: torch.dtype) -> nn.Sequential:
 
 def batch(step: int, replica: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(10 * step + replica)
-    x, y = torch.randn(8, 4, generator=generator), torch.randn(8, 2, generator=generator)
+    x, y = drawn(torch.randn, 8, 4, generator=generator), drawn(torch.randn, 8, 2, generator=generator)
     return x.to(dtype), y.to(dtype)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import treadle
 from tests.support.cases import replica_of, schedule_of, square_loss, take_step
+from tests.support.devices import drawn
 from tests.support.oracle import cut, grads_of, make_mesh, run_whole
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
@@ -56,7 +57,7 @@ def low_model() -> nn.Sequential:
 
 def low_batch(replica: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(replica)
-    x = 1.0 + 0.1 * torch.randn(NUM_LOW * 2, 3, generator=generator)
+    x = 1.0 + 0.1 * drawn(torch.randn, NUM_LOW * 2, 3, generator=generator)
     return x.bfloat16(), torch.zeros(NUM_LOW * 2, 3, dtype=torch.bfloat16)
 
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import treadle
 from tests.support.cases import schedule_of, square_loss
+from tests.support.devices import drawn
 from tests.support.oracle import make_mesh
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import check, run_ranks
@@ -105,7 +106,7 @@ def bring_an_optimizer(rank: int, *, sharded: bool) -> list[tuple[torch.dtype | 
     pipe = pipe_of(stage)
     if sharded:
         ShardedOptimizer(pipe, [NamedView(name, param) for name, param in stage.named_parameters()])
-    batches = [torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(at)).bfloat16() for at in range(DP)]
+    batches = [drawn(torch.randn, 2, WIDTH, generator=torch.Generator().manual_seed(at)).bfloat16() for at in range(DP)]
     pipe.step(batches[rank], batches[rank])
     pipe.close()
     alone = stage_of(1)
