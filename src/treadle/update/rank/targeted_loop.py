@@ -16,6 +16,7 @@ import torch
 
 from treadle.dist.streams import Download, upload
 from treadle.ir.program import NEVER
+from treadle.update.memory.copying import finish_copies
 from treadle.update.rank.bucket_loop import BucketLoop, Fill
 from treadle.weights.update_plan import UpdatePlan
 
@@ -90,6 +91,7 @@ class TargetedLoop(BucketLoop):
                     self._exchange_sizes(step)
                 if stays:
                     assert out is not None
+                    finish_copies(self.device)  # no wait for a message comes before the worker reads it
                     self._load(out.bucket, at)
                     if self._packed is None:
                         self._await_one(out.bucket)
