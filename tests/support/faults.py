@@ -22,6 +22,7 @@ from typing import Literal, ParamSpec, TypeVar
 
 from tests.support.patience import PATIENT_S
 from tests.support.ranks import Outcome
+from treadle import sim_device
 from treadle.host.pressure import short_of_cores
 from treadle.ir.program import Op
 from treadle.runtime import step_report
@@ -35,7 +36,7 @@ V = TypeVar("V")
 CallName = Literal["prepare", "launch", "finish", "drain"]
 AGREEMENT = "the agreement on the loss"
 
-HANGS = ("stop", "sleep")
+HANGS = ("stop", "sleep", "kernel")
 DEADLINES_S = (1.5, 4.0, 10.0, 30.0)
 """Deadlines for hangs. The next is tried where a machine is too busy to get as far as the fault."""
 PRESSED_S = 10.0
@@ -71,7 +72,10 @@ class Faults:
         after: str = "",
         call: CallName = "launch",
     ) -> Faults:
-        """Add a fault: kill, stop, sleep or raise, or a call of the test's own that does one of these."""
+        """Add a fault: kill, stop, sleep, raise or kernel, or a call of the test's own that does one of these.
+
+        A kernel hangs the device of threads; the host goes on.
+        """
         assert bool(before) != bool(after), "a fault is before an op or after one"
         self._listed.append(Fault(kind, rank, before or after, step, bool(after), call))
         return self
@@ -148,6 +152,8 @@ def meet_with(kind: str, rank: int, directory: Path) -> None:
             time.sleep(1e6)  # another thread may be the one that is told to stop them all, a moment later
         case "sleep":
             time.sleep(1e6)
+        case "kernel":
+            sim_device.sleep(-1)
         case "raise":
             raise ValueError("bad batch")
 
