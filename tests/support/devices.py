@@ -84,7 +84,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, thing: Any) -> Any:
         if not isinstance(thing, Tensor) or thing.is_meta:
             return NotImplemented
-        host = thing.detach().cpu().as_subclass(Tensor)
+        host: Any = thing.detach().cpu().as_subclass(Tensor)
         return _arrived, (
             host.__reduce_ex__(pickle.HIGHEST_PROTOCOL),
             isinstance(thing, nn.Parameter),

@@ -17,8 +17,8 @@ from treadle.trainers import TRAINERS, read_job
 from treadle.trainers.megatron_effects import touches
 
 CORPUS = Path(__file__).parent / "data" / "megatron_options.csv"
-"""One row for each distinct set of options that may touch a step or its memory, of Megatron-LM's functional tests of gpt,
-moe and mixtral at d98e8a64: how many tests have it, GPUs on which it divides, the options."""
+"""One row per distinct set of options that touch a step or its memory, of Megatron-LM's functional tests of gpt, moe
+and mixtral at d98e8a64: how many tests have it, GPUs on which it divides, the options."""
 
 
 def rows() -> list[dict[str, str]]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from typing import Any
 
 from treadle.estimate import Cluster, Job, ModelShape
 from treadle.schedules import default_schedule, family, known
@@ -186,9 +187,10 @@ def fill(space: SearchSpace, model: ModelShape, cluster: Cluster, seq_len: int) 
         cuda_graph=space.cuda_graph or (Job.cuda_graph,),
     )
     values = {field.name: getattr(filled, field.name) for field in fields(filled)}
-    return replace(
-        filled, **{name: tuple(dict.fromkeys(each)) for name, each in values.items() if isinstance(each, tuple)}
-    )
+    once: dict[str, Any] = {
+        name: tuple(dict.fromkeys(each)) for name, each in values.items() if isinstance(each, tuple)
+    }
+    return replace(filled, **once)
 
 
 def recompute_sets(model: ModelShape) -> tuple[tuple[str, ...], ...]:

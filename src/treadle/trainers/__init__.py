@@ -8,7 +8,7 @@ megatron_effects.py     which of them touch a step or its memory
 megatron_job.py         a job from them
 megatron.py             a job as them, and what Megatron-LM refuses
 bridge.py               Megatron-Bridge's entries for these arguments
-torch_pipelining.py     what trainers on torch.distributed.pipelining and FSDP run
+pipelining_class.py     what trainers on torch.distributed.pipelining and FSDP run
 automodel.py            NeMo AutoModel's YAML
 titan.py                torchtitan's saved configuration and options
 registry.py             the trainers, and a file as a job of one of them

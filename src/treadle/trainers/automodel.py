@@ -11,7 +11,7 @@ from treadle.estimate import Job
 from treadle.passes.cut import cut_evenly
 from treadle.schedules import default_schedule, family
 from treadle.trainers.job_description import Described, Unread
-from treadle.trainers.torch_pipelining import class_of, lacking, schedule_of
+from treadle.trainers.pipelining_class import class_of, lacking, schedule_of
 from treadle.trainers.yaml_text import dotted, nested, parse_yaml, write_yaml
 
 TITLE = "NeMo AutoModel"
@@ -93,7 +93,7 @@ def read(text: str) -> Described | None:
     job["sharding"] = _STRATEGIES.get(strategy, "parameters")
     job["recompute"] = ("full",) if entries.get("distributed.activation_checkpointing") else ()
     job["stages"] = {
-        "class": str(entries.get(f"{_PIPELINE}.pp_schedule", "1f1b")),
+        "class": str(entries.get(f"{_PIPELINE}.pp_schedule", "1F1B")),
         "each": entries.get(f"{_PIPELINE}.layers_per_stage"),
         "parts": entries.get(_PARTS),
     }

@@ -15,7 +15,7 @@ from treadle.estimate import Job
 from treadle.schedules import default_schedule, family
 from treadle.trainers.job_description import Described, Unread
 from treadle.trainers.launch_script import read_script
-from treadle.trainers.torch_pipelining import class_of, lacking, schedule_of
+from treadle.trainers.pipelining_class import class_of, lacking, schedule_of
 from treadle.trainers.yaml_text import dotted
 
 TITLE = "torchtitan"

@@ -259,11 +259,11 @@ def test_what_cannot_hold_is_refused(make: Callable[[int], Callable[[], object]]
         assert match in said, said
 
 
-CLEARS: dict[str, Callable[[Ours], None]] = {
+CLEARS: dict[str, Callable[[Ours], Any]] = {
     "optimizer": lambda ours: ours.optimizer.zero_grad(),
     "module": lambda ours: ours.module.zero_grad(),
     "module to zero": lambda ours: ours.module.zero_grad(set_to_none=False),
-    "grad": lambda ours: [setattr(param, "grad", None) for param in ours.module.parameters()] and None,
+    "grad": lambda ours: [param.__setattr__("grad", None) for param in ours.module.parameters()],
     "torch's": lambda ours: torch.optim.SGD(ours.module.parameters()).zero_grad(),
     "nothing": lambda ours: None,
 }
