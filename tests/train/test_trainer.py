@@ -17,6 +17,7 @@ from tests.support import deepep_contract
 from tests.support.ranks import check, run_ranks
 from tests.train.tiny import tiny
 from train_runs import losses_of
+from treadle.dist.groups import Group
 from treadle.moe import EXCHANGES
 from treadle.train.nonfinite import NonFiniteError
 from treadle.train.trainer import Trainer
@@ -124,6 +125,34 @@ def test_a_run_that_plans_again_by_measured_costs_has_the_same_bits(tmp_path: Pa
     for (losses, is_first), (again, is_still_first) in ends:
         assert (is_first, is_still_first) == (True, False)
         assert losses == again == ends[0][0][0]
+
+
+def _control_collectives(rank: int, directory: Path) -> list[int]:
+    """How many collectives of control each step has that `run` makes, where it evaluates after the third of five."""
+    training = {"steps": 5, "eval_every": 3}
+    trainer, num = Trainer(tiny(directory / "run", parallel={"pp": 2}, training=training)), list[int]()
+    groups = (trainer.pipe.groups.pp_group, trainer.pipe.groups.dp_group)
+    launch, step = Group.launch_reduce, trainer.pipe.step
+
+    def counted(group: Group, tensor: Any, **options: Any) -> Any:
+        num[-1] += group in groups and tensor.nbytes < 4096
+        return launch(group, tensor, **options)
+
+    def stepped(*args: Any, **options: Any) -> Any:
+        num.append(0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Group, "launch_reduce", counted)
+            return step(*args, **options)
+
+    trainer.pipe.step = stepped  # type: ignore[method-assign]
+    trainer.run()
+    trainer.close()
+    return num
+
+
+def test_a_step_that_a_step_follows_has_two_collectives_of_control(tmp_path: Path) -> None:
+    """The first compares the calls, and so does the one after an evaluation."""
+    assert check(run_ranks(4, _control_collectives, tmp_path)) == [[4, 2, 2, 4, 2]] * 4
 
 
 def _groups_made(rank: int, directory: Path) -> list[int]:

@@ -112,7 +112,7 @@ class Pipeline:
         self._last: Executor | None = None
         self._closed = False
         self._is_spent = False  # gradients that a ShardedOptimizer has updated by, and nobody has cleared
-        self._syncs = True
+        self._syncs, self._promised = True, False
         self._divided: DividedBuckets | None = None
         self._stale, self._exchanges_ties = StaleParameters(self._parameters), False
         self.report: StepReport | None = None
@@ -132,6 +132,7 @@ class Pipeline:
         num_tokens: float | None = None,
         norm: bool = False,
         tell: Callable[[], Sequence[float]] | None = None,
+        again: bool = False,
     ) -> Tensor:
         """One step over all micro-batches; the loss of the global batch, on every rank. Gradients are in `.grad`.
 
@@ -144,7 +145,8 @@ class Pipeline:
         of their mean. Auxiliary losses are always averaged over micro-batches and replicas. A second step adds to
         `.grad`. In `no_sync()` it stays this rank's share, for a later step to reduce. `report` says more: with `norm`
         also the 2-norm of the whole gradient, and of each of the two numbers at most that `tell()` returns after the
-        last op, the largest of any rank. They travel with the loss.
+        last op, the largest of any rank. They travel with the loss. `again` promises that a step is what this rank
+        calls next of `step` and `evaluate`: where all ranks do, they need not compare that call.
 
         A step that raises leaves `.grad` and the random state as they were, on every rank; only buffers keep what
         forwards wrote. Where all ranks raise the same, and where there is one rank, the next step goes on as if there
@@ -164,7 +166,9 @@ class Pipeline:
             self._check_training()
             self._feed(self.stages, inputs, targets, side or {})
             self._guard.raise_known()
-            self._announce("step()" + " in no_sync()" * (not reduces) + " after an update" * gathers)
+            if not self._promised:
+                self._announce("step()" + " in no_sync()" * (not reduces) + " after an update" * gathers)
+            self._promised = False
             self._agree_on_shapes(self.stages, executors.input_shapes)
             self.gradients.begin()  # behind all refusals, which leave `.grad` alone
             if store is not None:
@@ -172,10 +176,10 @@ class Pipeline:
             self._run(chosen, self.stages)
             self.gradients.finish(reduce=reduce)
             saved = store.report() if store is not None else None
-            share = self._own_share(tell, norm=norm and reduce)
-            report = self._finish(self.stages, scale, self.gradients.num_bad(), saved, share)
+            share = self._own_share(tell, norm=norm and reduce, again=again)
+            report, promised = self._finish(self.stages, scale, self.gradients.num_bad(), saved, share)
             self.gradients.keep()
-        self.report, self._last = report, chosen
+        self.report, self._last, self._promised = report, chosen, promised
         self._stale.gathered()  # a step that failed gathers once more
         self._step += 1
         return report.loss
@@ -223,7 +227,7 @@ class Pipeline:
             self._guard.resume()
             self._agree_on_shapes(stages, InputShapes())
             self._run(chosen, stages)
-            self.report = self._finish(stages, scale, 0, None, OwnShare())
+            self.report, self._promised = self._finish(stages, scale, 0, None, OwnShare())
         self._begin(chosen, stages, scale)  # forgets what was on its way
         return self.report.loss
 
@@ -327,16 +331,16 @@ class Pipeline:
         with drawing(generator_of(self.device), seeds=seeds, restores=seeds or stages is not self.stages):
             chosen.run(self._guard)
 
-    def _own_share(self, tell: Callable[[], Sequence[float]] | None, *, norm: bool) -> OwnShare:
+    def _own_share(self, tell: Callable[[], Sequence[float]] | None, *, norm: bool, again: bool) -> OwnShare:
         numbers = tuple(tell()) if tell is not None else ()
         if len(numbers) > NUM_TOLD:
             raise ValueError(f"tell() returns {NUM_TOLD} numbers at most, got {len(numbers)}")
         squared = share_of_norm(self._counted_gradients(), 2.0, self.device) if norm else None
-        return OwnShare(squared, numbers)
+        return OwnShare(squared, numbers, again)
 
     def _finish(
         self, stages: dict[int, Chunk], scale: float, num_bad: int, saved: SavedReport | None, share: OwnShare
-    ) -> StepReport:
+    ) -> tuple[StepReport, bool]:
         return report_of(self._part, stages, scale, self._scale(None), num_bad, saved, share)
 
     # -- gradients -----------------------------------------------------------------------------------------------------

@@ -72,10 +72,14 @@ NUM_TOLD = 2
 
 
 class OwnShare(NamedTuple):
-    """What a rank adds to a step's agreement besides losses: to the square of the gradient's norm; own numbers."""
+    """What a rank adds to a step's agreement besides losses: to the square of the gradient's norm; own numbers.
+
+    `again`: its next step or evaluation is a step, too.
+    """
 
     norm: Tensor | None = None
     numbers: Sequence[float] = ()
+    again: bool = False
 
 
 class Counts(NamedTuple):
@@ -147,15 +151,18 @@ def report_of(
     num_bad: int,
     saved: SavedReport | None,
     share: OwnShare,
-) -> StepReport:
-    """Agree with all ranks on the loss, and return the report. `mean` is the scale of the mean over micro-batches."""
+) -> tuple[StepReport, bool]:
+    """Agree with all ranks on the loss; return the report, and whether all ranks step again.
+
+    `mean` is the scale of the mean over micro-batches.
+    """
     home = part.joined.device if part.joined.device.type != "meta" else HOST_MEMORY  # meta tensors carry no numbers
     own, num_aux = _own_losses(part, stages, mean / scale, home)
     named = [(name, loss) for stage in stages.values() for mb in stage.microbatches() for name, loss in mb.named]
     counts = Counts(num_bad, sum(name != MAIN for name, _ in named), num_aux)
     squared = share.norm if share.norm is not None and not share.norm.is_meta else own.new_zeros(())
     own = Download(torch.cat([own, squared.reshape(1)])).tensor(part.joined.waits.await_event)
-    numbers = [*share.numbers, *[0.0] * (NUM_TOLD - len(share.numbers))]
+    numbers = [*share.numbers, *[0.0] * (NUM_TOLD - len(share.numbers)), float(not share.again)]
     with part.joined.guard.together("the agreement on the loss"):
         agreed = agree(part.agreed.groups, own, numbers, scale, counts)
     if not agreed.alike:
@@ -170,7 +177,8 @@ def report_of(
     part.joined.guard.resume()
     norm = agreed.norm.to(home) if share.norm is not None else None
     largest = agreed.largest[: len(share.numbers)]
-    return StepReport(loss, losses, finite, part.gradients.reduced, saved, by_name, norm, largest)
+    report = StepReport(loss, losses, finite, part.gradients.reduced, saved, by_name, norm, largest)
+    return report, agreed.largest[-1] == 0
 
 
 def _own_losses(part: RankPart, stages: Mapping[int, Chunk], tokens: float, home: torch.device) -> tuple[Tensor, int]:

@@ -239,10 +239,10 @@ class Trainer:
         self._since_last()
         with StopSignal() as stop:
             while self.step < training.steps and not stopped:
-                facts = self.train_step(stop)
+                facts = self.train_step(stop, again=after_step is None and not self._evaluates_at(self.step + 1))
                 stopped = self._is_asked_to_stop
                 self._log_step(facts)
-                if training.eval_every and (self.step % training.eval_every == 0 or self.step == training.steps):
+                if self._evaluates_at(self.step):
                     self.evaluate()
                 if self.checkpoints.due(self.step) or stopped or self.step == training.steps:
                     self.save()
@@ -261,8 +261,15 @@ class Trainer:
         if self.world.rank == 0:
             copy_tokenizer(self.config.data.tokenizer, self.config.checkpoint.weights, directory)
 
-    def train_step(self, stop: StopSignal | None = None) -> StepFacts:
-        """Run the next step: forward, backward, clipping, update. Ranks agree once, after the last backward."""
+    def _evaluates_at(self, step: int) -> bool:
+        training = self.config.training
+        return _due(step, training.eval_every) or (training.eval_every > 0 and step == training.steps)
+
+    def train_step(self, stop: StopSignal | None = None, *, again: bool = False) -> StepFacts:
+        """Run the next step: forward, backward, clipping, update. Ranks agree once, after the last backward.
+
+        `again`: no evaluation comes before the step after this one, on any rank; they then need not compare the call.
+        """
         lr = self._lr(self.step)
         torch.manual_seed(step_seed(self.config.training.seed, self.step))
         batch = self._next_batch()
@@ -272,6 +279,7 @@ class Trainer:
             side=batch.side(self.plan.schedule.num_microbatches),
             num_tokens=batch.num_tokens,
             norm=True,
+            again=again,
             tell=lambda: (float(stop is not None and stop.came), float(peak_bytes(self.world.device))),
         )
         report = self.pipe.report
