@@ -99,6 +99,14 @@ def numbers_come_from_its_generators(_: int) -> None:
     assert torch.equal(torch.rand(8, generator=own), torch.rand(8, generator=again))
 
 
+def its_module_makes_a_stream_current(_: int) -> None:
+    module, stream = torch.get_device_module("sim"), torch.Stream("sim")
+    with module.stream(stream):  # torch.distributed.checkpoint does so as it writes
+        assert torch.accelerator.current_stream() == stream
+    with module.stream(None):
+        assert torch.accelerator.current_stream() != stream
+
+
 def mistakes_raise(_: int) -> None:
     with pytest.raises(RuntimeError, match="sim:0 and cpu"):
         torch.ones(3) + torch.ones(3, device="cpu")
@@ -124,6 +132,7 @@ def error_of_a_kernel_comes_later(_: int) -> None:
         freed_block_is_poisoned,
         pinned_copies_leave_the_host_free,
         numbers_come_from_its_generators,
+        its_module_makes_a_stream_current,
         mistakes_raise,
         error_of_a_kernel_comes_later,
     ],

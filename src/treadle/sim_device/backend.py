@@ -7,7 +7,7 @@ import importlib.util
 import threading
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -113,6 +113,7 @@ def _device_module(extension: Any) -> types.ModuleType:
     module.synchronize = torch.accelerator.synchronize
     module.current_stream = torch.accelerator.current_stream
     module.Stream, module.Event = torch.Stream, torch.Event
+    module.stream = lambda stream: stream if stream is not None else nullcontext()
     module.default_generators = generators
     module.manual_seed = lambda seed: generators[_index(None)].manual_seed(seed)
     module.manual_seed_all = lambda seed: [generator.manual_seed(seed) for generator in generators]
