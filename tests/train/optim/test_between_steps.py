@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -259,11 +259,16 @@ def test_what_cannot_hold_is_refused(make: Callable[[int], Callable[[], object]]
         assert match in said, said
 
 
+def clear_each(params: Iterable[nn.Parameter]) -> None:
+    for param in params:
+        param.grad = None
+
+
 CLEARS: dict[str, Callable[[Ours], Any]] = {
     "optimizer": lambda ours: ours.optimizer.zero_grad(),
     "module": lambda ours: ours.module.zero_grad(),
     "module to zero": lambda ours: ours.module.zero_grad(set_to_none=False),
-    "grad": lambda ours: [param.__setattr__("grad", None) for param in ours.module.parameters()],
+    "grad": lambda ours: clear_each(ours.module.parameters()),
     "torch's": lambda ours: torch.optim.SGD(ours.module.parameters()).zero_grad(),
     "nothing": lambda ours: None,
 }
