@@ -85,7 +85,7 @@ def test_pages(tmp_path: Path) -> None:
 def test_what_cannot_be_drawn(arguments: tuple[Any, ...], said: str) -> None:
     with pytest.raises((TypeError, ValueError), match=said):
         treadle.draw(*arguments)
-    with pytest.raises((TypeError, ValueError), match="have no gaps"):
+    with pytest.raises(ValueError, match="have no gaps"):
         treadle.draw(SCHEDULE, ranks=[0, 2])
 
 
