@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from random import Random
@@ -83,22 +84,31 @@ OFTEN = {
 }
 """How many of a hundred steps are disturbed in each manner."""
 
-Visits = dict[str, dict[CodeType, int]]
+
+@dataclass(frozen=True, eq=False)
+class Function:
+    """Code, and its length in bytecodes: 0 where it is none of ours. A code's own hash is over all its constants."""
+
+    code: CodeType
+    length: int
+
+
+Visits = dict[str, dict[Function, int]]
 """How often each thread, by its name, called each function in a step."""
 
 
 class _Thread:
     """One thread in one step: what it draws from, and by what chance a call of each function is paused."""
 
-    def __init__(self, rng: Random, chances: dict[CodeType, float], first: float) -> None:
+    def __init__(self, rng: Random, chances: dict[Function, float], first: float) -> None:
         self.rng, self.chances, self.first = rng, chances, first
-        self.visits: dict[CodeType, int] = {}
+        self.visits: dict[Function, int] = {}
         self.pauses_left = MOST_PAUSES
 
-    def is_chosen(self, code: CodeType) -> bool:
+    def is_chosen(self, function: Function) -> bool:
         """Is this call one to be paused."""
-        self.visits[code] = self.visits.get(code, 0) + 1
-        chance = self.chances.get(code, self.first)
+        self.visits[function] = self.visits.get(function, 0) + 1
+        chance = self.chances.get(function, self.first)
         return chance > 0.0 and self.rng.random() < chance and self.pauses_left > 0
 
     def pause(self) -> None:
@@ -118,13 +128,13 @@ class _Turn:
         self._callers = Counter(code for of_thread in visits.values() for code in of_thread)
         self._most = {code: max(v.get(code, 0) for v in visits.values()) for code in self._callers}
         self._visited = {c for seen in visits.values() for c in seen if seen[c] * SELDOM <= self._most[c]}
-        self._functions: list[tuple[str, CodeType]] = []
+        self._functions: list[tuple[str, Function]] = []
         self._files: set[str] = set()
         if self.manner is Manner.FUNCTIONS and visits:
             pairs = sorted(((name, code) for name in visits for code in visits[name]), key=_place)
             self._functions = rng.choices(pairs, [self._weight(code) for _, code in pairs], k=rng.randint(2, 16))
         if self.manner is Manner.MODULES and visits:
-            files = sorted({code.co_filename for code in self._callers})
+            files = sorted({function.code.co_filename for function in self._callers})
             weights = [MODULE_WEIGHT if MEETING.search(file) else 1.0 for file in files]
             self._files = set(rng.choices(files, weights, k=rng.randint(1, 3)))
         self.threads: dict[int, _Thread] = {}
@@ -148,8 +158,8 @@ class _Turn:
             chances = {code: HOME_PAUSES / len(home) / seen[code] for code in home}
             return _Thread(rng, chances | dict.fromkeys(rng.sample(strange, min(len(strange), 3)), 1.0), 0.0)
         if self._files:
-            within = [code for code in seen if code.co_filename in self._files]
-            return _Thread(rng, {code: MODULE_PAUSES / len(within) / seen[code] for code in within}, 0.0)
+            within = [function for function in seen if function.code.co_filename in self._files]
+            return _Thread(rng, {each: MODULE_PAUSES / len(within) / seen[each] for each in within}, 0.0)
         pauses = SCATTERED_PAUSES
         if self.manner is Manner.SLOW_THREAD:
             pauses = SLOW_PAUSES if rng.random() < 1 / 3 else 0.0
@@ -158,13 +168,13 @@ class _Turn:
         chances = {code: pauses * weights[code] / whole / seen[code] for code in seen}
         return _Thread(rng, chances, FIRST_CHANCE if pauses else 0.0)
 
-    def _weight(self, code: CodeType) -> float:
-        meets = MEETING.search(code.co_filename) or MEETING_NAME.search(code.co_name)
-        return (MEETING_WEIGHT if meets else 1.0) * (SHARED_WEIGHT if self._callers[code] > 1 else 1.0)
+    def _weight(self, function: Function) -> float:
+        meets = MEETING.search(function.code.co_filename) or MEETING_NAME.search(function.code.co_name)
+        return (MEETING_WEIGHT if meets else 1.0) * (SHARED_WEIGHT if self._callers[function] > 1 else 1.0)
 
 
-def _place(pair: tuple[str, CodeType]) -> tuple[str, str, int, str]:
-    name, code = pair
+def _place(pair: tuple[str, Function]) -> tuple[str, str, int, str]:
+    name, code = pair[0], pair[1].code
     return name, code.co_filename, code.co_firstlineno, code.co_qualname
 
 
@@ -173,7 +183,7 @@ class Delays:
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self._roots = tuple(f"{root}/" for root in roots)
-        self._lengths: dict[CodeType, int] = {}
+        self._known: dict[int, Function] = {}
         self._visits: Visits = {}
         self._turn: _Turn | None = None
 
@@ -202,19 +212,20 @@ class Delays:
             self._visits = {names[i]: dict(t.visits) for i, t in list(turn.threads.items()) if i in names}
 
     def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
-        code, turn = frame.f_code, self._turn
+        turn = self._turn
         if turn is None:
             return None
-        length = self._lengths.get(code)
-        if length is None:
-            length = self._lengths[code] = self._length(code)
-        if not length:
+        code = frame.f_code
+        function = self._known.get(id(code))
+        if function is None:
+            function = self._known[id(code)] = Function(code, self._length(code))
+        if not function.length:
             return None
         thread = turn.thread()
-        if not thread.is_chosen(code):
+        if not thread.is_chosen(function):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return _Visit(thread, thread.rng.randrange(length)).trace
+        return _Visit(thread, thread.rng.randrange(function.length)).trace
 
     def _length(self, code: CodeType) -> int:
         """In bytecodes; 0 where it is none of ours."""

@@ -4,14 +4,15 @@
 
 A draw is one step of a pipeline on real processes, its threads and ranks paused at places drawn from the draw's seed
 (`delays.py`). Its loss and every gradient must be those of the model in one process within a tolerance, and those of
-the same pipeline on serial lanes, undisturbed, to the last bit. A pipeline lives for `--steps` draws; lives go through
-all schedules, kinds and dtypes of `fuzz_models.py` before any comes again.
+the same pipeline on serial lanes, undisturbed, to the last bit; on the device of threads those of an earlier step. A
+pipeline lives for `--steps` draws; lives go through all schedules, kinds and dtypes of `fuzz_models.py` before any
+comes again.
 
     --only schedule=dualpipev|zb-v,kind=tied,dtype=bfloat16     fewer of them; also num_mb, num_classes, aux, ep, ...
     --repeat 0.7.13                                             the life of a draw that failed, again and again
 
 What fails is told on stderr with the command that repeats it. The last line is JSON on stdout: draws, failures,
-seconds, and at which draw the first failed. Exits with 1 where something did.
+seconds, those of CPU that ranks took, and at which draw the first failed. Exits with 1 where something did.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ import treadle
 import treadle.moe
 import treadle.runtime
 from tests.support.delays import Delays
+from tests.support.devices import DEVICE_TYPE, device_of
 from tests.support.experts import named_grads, named_parts
 from tests.support.fuzz_models import (
     BATCHES,
+    HOST,
     MOST_DIFFERENCE,
     SEED,
     Config,
@@ -108,6 +111,7 @@ class Record:
 
     num_draws: int = 0
     findings: list[Finding] = field(default_factory=list)
+    cpu_s: float = 0.0
 
 
 # -- a rank ------------------------------------------------------------------------------------------------------------
@@ -116,8 +120,10 @@ class Record:
 class Runner:
     """One pipeline of a rank, with a copy of the model of its own."""
 
-    def __init__(self, life: Life, rank: int, lanes: str, model: list[nn.Sequential] | None = None) -> None:
-        config = life.config
+    def __init__(
+        self, life: Life, rank: int, lanes: str, model: list[nn.Sequential] | None = None, device: torch.device = HOST
+    ) -> None:
+        config, self.device = life.config, device
         pp_rank, self.replica = divmod(rank, config.dp * config.ep)
         self.config, self.ep_rank = config, self.replica % config.ep
         model = model or own_part(config, self.ep_rank)
@@ -125,11 +131,11 @@ class Runner:
         self.stages: dict[int, nn.Module] = {}
         self.numbers: dict[int, int] = {}
         for chunk, number in placed:
-            self.stages[chunk], self.numbers[chunk] = model[number], number
+            self.stages[chunk], self.numbers[chunk] = model[number].to(device), number
         self.pipe = treadle.Pipeline(
             self.stages,
             config.made,
-            mesh=config.mesh,
+            mesh=config.mesh(device.type),
             loss_fn=loss_fn,
             deadline_s=life.deadline_s,
             seed=SEED,
@@ -147,12 +153,12 @@ class Runner:
         views = [NamedView(f"{at}.{name}", param, () if part is None else (part,)) for at, (name, param, part) in named]
         return sorted(views, key=attrgetter("name"))
 
-    def step(self, number: int, batch: tuple[list[Tensor], list[Tensor]] | None = None) -> tuple[float, Grads]:
+    def step(self, number: int, batch: tuple[list[Tensor], list[Tensor]] | None = None) -> Step:
         """The loss and this rank's gradients, by their names in the whole model, for a batch."""
         for stage in self.stages.values():
             for param in stage.parameters():
                 param.grad = None
-        loss = float(self.pipe.step(*(batch or make_batch(self.config, number, self.replica))))
+        loss = float(self.pipe.step(*(batch or make_batch(self.config, number, self.replica, self.device))))
         if self.optimizer is not None:
             grads = self._whole_gradients(self.optimizer)
             self.optimizer.step(LR)
@@ -167,7 +173,8 @@ class Runner:
     def _whole_gradients(self, optimizer: ShardedOptimizer) -> Grads:
         """The gradients of all parameters, from the shards of the ranks that divide them."""
         views = self._views()
-        flat = {view.name: torch.zeros(view.of(view.tensor).numel(), dtype=torch.float64) for view in views}
+        like = {"dtype": torch.float64, "device": self.device}
+        flat = {view.name: torch.zeros(view.of(view.tensor).numel(), **like) for view in views}  # type: ignore[arg-type]
         used = dict.fromkeys(flat, 0.0)
         for piece in optimizer.pieces():
             if piece.gradient is not None:
@@ -175,40 +182,62 @@ class Runner:
                 used[piece.view.name] = 1.0
         group, found = self.pipe.reduce_group, Grads()
         for view in views:
-            whole = torch.cat([flat[view.name], torch.tensor([used[view.name]], dtype=torch.float64)])
+            whole = torch.cat([flat[view.name], torch.full((1,), used[view.name], **like)])  # type: ignore[arg-type]
             if group is not None:
                 group.all_reduce(whole)
             found[view.name] = whole[:-1].view(view.of(view.tensor).shape) if whole[-1] else None
         return found
 
 
-class Wanted(NamedTuple):
-    """What a step should come to: on serial lanes to the last bit, in one process within a tolerance of `sizes`."""
+Step = tuple[float, Grads]
+"""The loss and the gradients of a step, on the host."""
 
-    serial_loss: float
-    serial: Grads
+
+class Wanted(NamedTuple):
+    """What a step should come to: on serial lanes to the last bit, in one process within a tolerance of `sizes`.
+
+    On the device of threads, in place of serial lanes, what the first step of a batch came to; None before that.
+    """
+
     loss: float
     whole: Grads
     sizes: Sizes
+    serial: Step | None
 
 
 class References:
-    """What steps should come to. Without dropout a batch always comes to the same."""
+    """What steps should come to. Without dropout and updates a batch always comes to the same.
+
+    A step on the device of threads takes ten times that of the CPU. So one process is on the CPU there, which draws the
+    same numbers and may round others; and no pipeline has serial lanes.
+    """
 
     def __init__(self, life: Life, rank: int) -> None:
-        self.config, self.serial = life.config, Runner(life, rank, "serial")
-        self.whole = make_model(life.config)
+        on_sim = DEVICE_TYPE == sim_device.NAME
+        self.config, self.device = life.config, HOST if on_sim else device_of(rank)
+        self.serial = None if on_sim else Runner(life, rank, "serial", device=self.device)
+        self.whole = [stage.to(self.device) for stage in make_model(life.config)]
         self._updates = Updates(self.whole) if life.config.kind == "sharded" else None
         self._known: dict[int, Wanted] = {}
 
     def of(self, number: int, step: int) -> Wanted:
         """Both, for a batch; steps are asked for one after the other."""
-        if number not in self._known or self.config.dropout or self._updates is not None:
-            loss, whole, sizes = run_whole(self.config, self.whole, number, step)
+        if number not in self._known or self._is_moving:
+            loss, whole, sizes = run_whole(self.config, self.whole, number, step, self.device)
             if self._updates is not None:
                 self._updates.step(whole)
-            self._known[number] = Wanted(*self.serial.step(number), loss, whole, sizes)
+            serial = on_host(self.serial.step(number)) if self.serial is not None else None
+            self._known[number] = Wanted(*on_host((loss, whole)), sizes, serial)
         return self._known[number]
+
+    def keep(self, number: int, got: Step) -> None:
+        """Hold later steps of a batch to this one, where nothing else says which bits they should have."""
+        if self.serial is None and not self._is_moving and self._known[number].serial is None:
+            self._known[number] = self._known[number]._replace(serial=got)
+
+    @property
+    def _is_moving(self) -> bool:
+        return self.config.dropout or self._updates is not None
 
 
 class Updates:
@@ -239,15 +268,16 @@ class Updates:
 
 def live(rank: int, life: Life) -> Record:
     """A rank's part of a life."""
-    record, rng = Record(), Random(f"{life.seed}/{life.number}/{rank}")
+    record, rng, begun_s = Record(), Random(f"{life.seed}/{life.number}/{rank}"), time.process_time()
     if life.plant is not None:
         apply(life.plant)
+    torch.set_default_device(None)  # or a device that Treadle does not name would not be seen
     delays = Delays([Path(package.__path__[0]) for package in (treadle.runtime, treadle.moe)])
     time.sleep(rng.choice((0.0, rng.uniform(0.0, LATEST_S))))
     delays.install()
     step = 0
     try:
-        runner, references = Runner(life, rank, "thread"), References(life, rank)
+        runner, references = Runner(life, rank, "thread", device=device_of(rank)), References(life, rank)
         for step in range(life.num_steps):
             number = step % BATCHES
             wanted = references.of(number, step)
@@ -255,20 +285,24 @@ def live(rank: int, life: Life) -> Record:
                 time.sleep(rng.choice((0.0, 0.0, rng.uniform(0.0, 0.05))))
                 pageable_copies()
                 got = runner.step(number)
-            seen = [*differences(life.config, got, wanted), *pageable_copies()]
+            copies, got = pageable_copies(), on_host(got)
+            seen = [*differences(life.config, got, wanted), *copies]
+            references.keep(number, got)
             wrong = [Finding(life, step, rank, what) for what in seen]
             record.findings += wrong
             record.num_draws += 1
             if life.stop and _anywhere(bool(wrong)):
                 break
-        for pipe in (runner.pipe, references.serial.pipe):
-            pipe.close()
+        for own in (runner, references.serial):
+            if own is not None:
+                own.pipe.close()
     except Exception as error:
         told = "".join(traceback.format_tb(error.__traceback__)[-3:])
         record.num_draws += 1
         record.findings.append(Finding(life, step, rank, f"raised {type(error).__name__}: {error}\n{told}"))
     finally:
         delays.remove()
+    record.cpu_s = time.process_time() - begun_s
     return record
 
 
@@ -285,18 +319,27 @@ def _anywhere(wrong: bool) -> bool:
     return bool(flag)
 
 
-def differences(config: Config, got: tuple[float, Grads], wanted: Wanted) -> Iterator[str]:
+def on_host(step: Step) -> Step:
+    """The same in the host's memory."""
+    return step[0], {name: grad.to(HOST) if grad is not None else None for name, grad in step[1].items()}
+
+
+def differences(config: Config, got: Step, wanted: Wanted) -> Iterator[str]:
     """What is not as it should be, a line a parameter."""
     (loss, grads), most = got, MOST_DIFFERENCE[config.dtype]
-    if loss != wanted.serial_loss:
-        yield f"the loss is {loss!r}, on serial lanes {wanted.serial_loss!r}"
+    serial_loss, serial = wanted.serial or got
+    if loss != serial_loss:
+        yield f"the loss is {loss!r}, on serial lanes or in an earlier step {serial_loss!r}"
     if abs(loss - wanted.loss) > most * abs(wanted.loss):
         yield f"the loss is {loss!r}, in one process {wanted.loss!r}"
     for name, grad in grads.items():
-        size, serial = wanted.sizes[name], wanted.serial[name]
-        off, off_serial = off_by(grad, wanted.whole[name], size), off_by(grad, serial, size)
-        if off > most or not same_bits(grad, serial):
-            yield f"gradient of {name} is off by {off:.3g} from one process's, by {off_serial:.3g} from serial lanes'"
+        size = wanted.sizes[name]
+        off, off_serial = off_by(grad, wanted.whole[name], size), off_by(grad, serial[name], size)
+        if off > most or not same_bits(grad, serial[name]):
+            yield (
+                f"gradient of {name} is off by {off:.3g} from one process's, by {off_serial:.3g} from that on serial "
+                "lanes or of an earlier step"
+            )
 
 
 def off_by(grad: Tensor | None, want: Tensor | None, size: float) -> float:
@@ -351,6 +394,7 @@ def run_life(life: Life) -> Record:
         record = outcome.value if outcome.value is not None else _lost(life, outcome)
         whole.num_draws = max(whole.num_draws, record.num_draws)
         whole.findings += record.findings
+        whole.cpu_s += record.cpu_s
     return whole
 
 
@@ -378,11 +422,11 @@ def run_all(every: Iterable[Life], jobs: int) -> Iterator[tuple[Life, Record]]:
 
 def fuzz(args: Namespace) -> dict[str, object]:
     """Runs all draws; what the last line says."""
-    begun, num_draws, failed, told = time.monotonic(), 0, set[str](), 0
+    begun, num_draws, failed, told, cpu_s = time.monotonic(), 0, set[str](), 0, 0.0
     first: int | None = None
     how = ""
     for life, record in run_all(lives(args), args.jobs):
-        num_draws += record.num_draws
+        num_draws, cpu_s = num_draws + record.num_draws, cpu_s + record.cpu_s
         steps = sorted({finding.step for finding in record.findings})
         failed |= {life.name(step) for step in steps}
         if steps:
@@ -404,6 +448,7 @@ def fuzz(args: Namespace) -> dict[str, object]:
         "how": how,
         "seeds": sorted(failed)[:20],
         "seconds": round(time.monotonic() - begun, 1),
+        "cpu_s": round(cpu_s, 1),
     }
 
 

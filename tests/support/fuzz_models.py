@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 
 import treadle
-from tests.support.devices import DEVICE_TYPE
 from tests.support.experts import named_parts, of_part
 from tests.support.oracle import SIZES, VOCAB, Block, Embed
 from treadle.moe import MoELayer
@@ -35,6 +34,7 @@ WIDTH, HIDDEN, EXPERTS, SAMPLES, TOKENS = 8, 8, 2, 2, 3
 LENGTHS = (4, 2, 6, 3, 5)
 """Two tokens at least: an MTP block predicts one less than there are, and its loss is a mean."""
 SEED = 3
+HOST = torch.device("cpu")
 BATCHES = 2
 CLASSES = (4096, 32000)
 
@@ -101,10 +101,9 @@ class Config:
         """Its schedule."""
         return treadle.generate(self.schedule, pp=self.pp, microbatches=self.num_mb)
 
-    @property
-    def mesh(self) -> DeviceMesh:
+    def mesh(self, device_type: str) -> DeviceMesh:
         """Of all ranks."""
-        return init_device_mesh(DEVICE_TYPE, (self.pp, self.dp, self.ep), mesh_dim_names=("pp", "dp", "ep"))
+        return init_device_mesh(device_type, (self.pp, self.dp, self.ep), mesh_dim_names=("pp", "dp", "ep"))
 
     def __str__(self) -> str:
         grain = "layers" if self.layered else "cells"
@@ -289,9 +288,11 @@ def whole_name(name: str, config: Config, ep_rank: int) -> str:
     return ".".join(pieces)
 
 
-def make_batch(config: Config, number: int, replica: int) -> tuple[list[Tensor], list[Tensor]]:
+def make_batch(
+    config: Config, number: int, replica: int, device: torch.device = HOST
+) -> tuple[list[Tensor], list[Tensor]]:
     """Tokens and classes, by micro-batch."""
-    generator, device = torch.Generator("cpu").manual_seed(1000 * number + replica), torch.get_default_device()
+    generator = torch.Generator("cpu").manual_seed(1000 * number + replica)
     shape = (config.num_mb, SAMPLES, max(LENGTHS) if config.unequal else TOKENS)
     tokens = list(torch.randint(0, VOCAB, shape, generator=generator, device="cpu").to(device))
     classes = list(torch.randint(0, config.num_classes, shape, generator=generator, device="cpu").to(device))
@@ -311,7 +312,9 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 # -- one process -------------------------------------------------------------------------------------------------------
 
 
-def run_whole(config: Config, model: list[nn.Sequential], number: int, step: int) -> tuple[float, Grads, Sizes]:
+def run_whole(
+    config: Config, model: list[nn.Sequential], number: int, step: int, device: torch.device = HOST
+) -> tuple[float, Grads, Sizes]:
     """The loss, the gradients and their sizes, over all micro-batches of all replicas; bf16 is summed in float32."""
     names = {f"{at}.{name}": (p, part) for at, stage in enumerate(model) for name, p, part in named_parts(stage)}
     replicas = config.dp * config.ep
@@ -319,7 +322,7 @@ def run_whole(config: Config, model: list[nn.Sequential], number: int, step: int
     sums: dict[nn.Parameter, Tensor] = {}  # a tied parameter has several names
     total = 0.0
     for replica in range(replicas):
-        for mb, (x, target) in enumerate(zip(*make_batch(config, number, replica), strict=True)):
+        for mb, (x, target) in enumerate(zip(*make_batch(config, number, replica, device), strict=True)):
             loss = _forward(config, model, x, target, step, replica * config.num_mb + mb)
             torch.autograd.backward(loss / (config.num_mb * replicas))
             total += float(loss.detach().double()) / (config.num_mb * replicas)
@@ -343,10 +346,10 @@ def _forward(config: Config, model: list[nn.Sequential], x: Any, target: Tensor,
     for child in children:
         if not config.layered or isinstance(child, layers):
             at += 1
-            seed_layer(torch.get_default_device(), SEED, step, mb, at, len(numbered))
+            seed_layer(target.device, SEED, step, mb, at, len(numbered))
         elif isinstance(child, Head):  # draws as a part of the last layer, behind those that compute
             seed = layer_seed(step_seed(SEED, step), mb, at, len(numbered)) + (len(COMPUTE) + 1 << 48)
-            generator_of(torch.get_default_device()).manual_seed(seed & (1 << 63) - 1)
+            generator_of(target.device).manual_seed(seed & (1 << 63) - 1)
         if isinstance(child, Layer):
             x, loss = child.with_loss(x)
             own.append(loss)
