@@ -111,7 +111,8 @@ def _print_unread(read: ReadJob) -> None:
     if read.unread:
         out.print("not in the estimate:")
     for each in read.unread:
-        text = f"  {_setting(each.setting, each.value)}: matters to {each.matters}"
+        value = "" if each.value == "True" else each.value
+        text = f"  {_setting(each.setting, value)}: matters to {each.matters}"
         out.print(escape(text.replace("matters to unknown", "unknown, may matter")), soft_wrap=True)
     for text in read.notes:
         out.print(escape(f"note: {text}"), soft_wrap=True)
