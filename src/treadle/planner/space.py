@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 from treadle.estimate import Cluster, Job, ModelShape
+from treadle.passes.cut import cut_evenly
 from treadle.schedules import default_schedule, family, known
 from treadle.trainers import TrainerFormat
 from treadle.trainers.megatron import refusal
@@ -151,7 +152,8 @@ def _unable(job: Job, trainer: TrainerFormat | None) -> str | None:
     """Return why a trainer cannot run a job; None if it can, or any may."""
     try:
         if trainer is not None:
-            trainer.settings(job)
+            cut = cut_evenly(job.model.blocks, job.num_stages) if trainer.even_stages else None
+            trainer.settings(replace(job, layout=job.layout or cut))
     except ValueError as error:
         return str(error)
     return None

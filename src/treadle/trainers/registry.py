@@ -44,6 +44,11 @@ class TrainerFormat:
     resolve: Callable[[Described, str, int], None] | None = None
     """Completes a description by the model's blocks and the number of GPUs."""
 
+    @property
+    def even_stages(self) -> bool:
+        """True if a search gives it stages that are even in layers only."""
+        return bool(self.shardings)
+
     def runs(self, job: Job) -> bool:
         """Return True if the trainer can run a job."""
         try:

@@ -132,7 +132,9 @@ def plan(
     if model_name is None:
         raise ValueError("--model is missing; give it, or --from with a trainer's log, launch script or configuration")
     model = load_model(model_name)
-    space, tokens = replace(knobs.space(model), trainer=written_for), _tokens(num_tokens)
+    space, tokens = knobs.space(model), _tokens(num_tokens)
+    if written_for is not None:
+        space = replace(space, trainer=written_for, balanced=(not written_for.even_stages,))
     slow = Slow(0.0, straggler_share, straggler_factor, 0)
     slow.check()
     stragglers = slow.stragglers()
