@@ -1,4 +1,4 @@
-"""Skips are counted by their reasons; one that `.ci/skips` does not list fails the run: `pytest --skips .ci/run`."""
+"""Skips are counted by their reasons; one that `.ci/skips` does not list fails the run: `pytest --skips day`."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -48,10 +49,21 @@ def test_only_listed_skips_pass(text: str, options: tuple[str, str], tmp_path: P
 
 
 def test_a_night_may_skip_less_than_a_day() -> None:
-    assert set(allowed("nightly")) < set(allowed(".ci/run"))
+    assert set(allowed("nightly")) < set(allowed("day"))
 
 
 def test_a_line_without_a_place_is_refused(tmp_path: Path) -> None:
     (tmp_path / "skips").write_text(LISTED.read_text() + "a reason\n")
     with pytest.raises(AssertionError, match="a line is `pattern"):
         allowed("nightly", tmp_path / "skips")
+
+
+@pytest.mark.slow
+def test_the_whole_run_gives_pytest_options_that_it_knows() -> None:
+    """A value that is also a path would be one: conftest's options are unknown then."""
+    lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    [line] = [line for line in lines if line.startswith("pytest -m all")]
+    command = [sys.executable, "-m", *shlex.split(line, comments=True), "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--skips" in line
