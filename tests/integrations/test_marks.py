@@ -65,25 +65,18 @@ def test_torchs_single_stage_schedules_are_read(torchs: str, name: str, tmp_path
 # -- the combined schedule and NVTX, which cannot run on a CPU -------------------------------------------------------
 
 
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the ranges that were opened."""
-    names: list[str] = []
-
-    def open_range(name: str) -> Any:
-        names.append(name)
-        return nullcontext()
-
-    monkeypatch.setattr(marks, "_range", lambda nvtx: open_range)
-    return names
-
-
 def test_megatrons_combined_schedule_opens_a_range_for_each_pair(
-    opened: list[str], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The loop is Megatron's; its combined step, which needs streams and Transformer Engine, gives a bare output."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import combined_1f1b
+
+    opened: list[str] = []
+
+    def open_range(name: str) -> Any:
+        opened.append(name)
+        return nullcontext()
 
     def step(*args: Any, **kwargs: Any) -> Any:
         return (SimpleNamespace() if args[2] is not None else None), 0, None
@@ -92,7 +85,7 @@ def test_megatrons_combined_schedule_opens_a_range_for_each_pair(
     monkeypatch.setattr(combined_1f1b, "combined_forward_backward_step", step)
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 1)
     monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
-    with mark_megatron():
+    with mark_megatron(open_range):
         for _ in range(2):
             combined_1f1b.combined_1f1b_schedule_for_no_pipelining(
                 *(

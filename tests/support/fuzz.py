@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -173,8 +173,8 @@ class Runner:
     def _whole_gradients(self, optimizer: ShardedOptimizer) -> Grads:
         """The gradients of all parameters, from the shards of the ranks that divide them."""
         views = self._views()
-        like = {"dtype": torch.float64, "device": self.device}
-        flat = {view.name: torch.zeros(view.of(view.tensor).numel(), **like) for view in views}  # type: ignore[arg-type]
+        like: dict[str, Any] = {"dtype": torch.float64, "device": self.device}
+        flat = {view.name: torch.zeros(view.of(view.tensor).numel(), **like) for view in views}
         used = dict.fromkeys(flat, 0.0)
         for piece in optimizer.pieces():
             if piece.gradient is not None:
@@ -182,7 +182,7 @@ class Runner:
                 used[piece.view.name] = 1.0
         group, found = self.pipe.reduce_group, Grads()
         for view in views:
-            whole = torch.cat([flat[view.name], torch.full((1,), used[view.name], **like)])  # type: ignore[arg-type]
+            whole = torch.cat([flat[view.name], torch.full((1,), used[view.name], **like)])
             if group is not None:
                 group.all_reduce(whole)
             found[view.name] = whole[:-1].view(view.of(view.tensor).shape) if whole[-1] else None

@@ -59,14 +59,16 @@ def mark_pipelining(*, nvtx: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def mark_megatron(*, nvtx: bool = False) -> Iterator[None]:
+def mark_megatron(opened: Range | None = None, *, nvtx: bool = False) -> Iterator[None]:
     """Mark the forwards and backwards of Megatron-core's schedules: without pipelining, 1F1B, interleaved, combined.
+
+    `opened(name)` is a context manager for each of them; None: torch.profiler's or NVTX's range.
 
     Its schedules look their steps up when they call them, so those of a process that trains already are marked, too.
     """
     from megatron.core.pipeline_parallel import combined_1f1b, schedules
 
-    steps = _MegatronSteps(_range(nvtx))
+    steps = _MegatronSteps(_range(nvtx) if opened is None else opened)
     with (
         _replaced(schedules, "forward_step", steps.forward),
         _replaced(schedules, "backward_step", steps.backward),
