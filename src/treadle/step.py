@@ -356,11 +356,20 @@ def steps_of(targets: Sequence[tuple[str, Target]], costs: Costs, options: Lower
             layers in all of them.
 
     """
-    if options != WHOLE_CELLS and not any(isinstance(target, Schedule) for _, target in targets):
-        raise ValueError("options set how Schedules are lowered, and all of these are lowered already; leave them out")
     _check_stages(targets, costs)
     held = hold_model(targets, costs, options) if len(targets) > 1 else options
     return [Step(target, costs, held, name=name) for name, target in targets]
+
+
+def refuse_unused(targets: Sequence[tuple[str, Target]], options: LoweringOptions) -> None:
+    """Refuse options of lowering where no target is a schedule.
+
+    Raises:
+        ValueError: nothing would read them.
+
+    """
+    if options != WHOLE_CELLS and not any(isinstance(target, Schedule) for _, target in targets):
+        raise ValueError("options set how Schedules are lowered, and all of these are lowered already; leave them out")
 
 
 def _check_stages(targets: Sequence[tuple[str, Target]], costs: Costs) -> None:

@@ -88,7 +88,7 @@ def test_a_run_far_off_is_pointed_out() -> None:
 
 def test_a_run_that_should_not_fit_is_noted() -> None:
     head = "model,num_gpus,global_batch_size,seq_len,micro_batch_size,step_s\n"
-    Path("runs.csv").write_text(head + "llama3-8b,8,64,8192,4,60\n")
+    Path("runs.csv").write_text(head + "llama3-8b,8,64,8192,4,40\n")
     _, notes = run("calibrate", "--cluster", "h100:8", "--measured", "runs.csv")
     assert "line 2, llama3-8b 8 GPUs" in notes
     assert "more than fit, and it ran" in notes

@@ -28,6 +28,17 @@ from treadle.verifier import CODES
 SOURCES = ROOT / "src" / "treadle"
 PROFILES = ROOT / "examples" / "profiles"
 
+LAYER = """
+import torch
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * self.scale
+"""
 FILES = {
     "my schedule.txt": "0: F0.0 F1.0 B0.0 B1.0\n1: F0.0 B0.0 F1.0 B1.0\n",
     "mine.txt": "0: F0.0 F1.0 B0.0 B1.0\n1: F0.0 B0.0 F1.0 B1.0\n",
@@ -36,6 +47,7 @@ FILES = {
     "mine.toml": "[cells]\nlayers = 1\nf = 100\ni = 90\nw = 60\n",
     "two mistakes.toml": "[cells]\nf = -1\ni = 'x'\n",
     "slow last.toml": "[cells]\nf = 100\ni = 90\nw = 60\n[stage.7]\nfactor = 2.0\n",
+    "my_layers.py": LAYER,
     "ours.toml": 'name = "ours"\ngpu = "h100"\nnum_gpus = 64\n',
     "config.json": json.dumps(
         {
@@ -97,6 +109,7 @@ treadle draw 1f1b zb-h1 --pp 4 -m 8
 treadle dryrun 1f1b --pp 2 -m 2
 treadle costs check 'my costs.toml'
 treadle costs show deepseek-v3-h800
+treadle costs measure my_layers.py:Block --input 2,8 --layers 8 --steps 1 -o 'my layer.toml'
 treadle explain
 treadle explain T201
 treadle schema

@@ -72,7 +72,7 @@ def test_round_trip_of_a_lane_of_each_kind(kind: LaneKind, tmp_path: Path) -> No
     assert_same_trace(chrome.load(tmp_path / "trace.json"), trace)
 
 
-@pytest.mark.parametrize("clock", [Clock("us", 1000), Clock("ms", 10**6), Clock("unit", 720_720), Clock("step", 7)])
+@pytest.mark.parametrize("clock", [Clock("us", 1000), Clock("ms", 10**6), Clock("unit", 720_720), Clock("s", 10**9)])
 def test_round_trip_of_odd_times(clock: Clock, tmp_path: Path) -> None:
     """Ranks of random slowness have times that share no divisor."""
     trace = replace(trace_of(slowness=0.3), clock=clock)

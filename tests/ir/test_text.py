@@ -81,7 +81,7 @@ def test_what_python_builds_is_checked_too() -> None:
         treadle.Schedule("x", Placement.loop(1), 1, ((F(0), B(0)),), {(0, 5): (F(0),)})
     negative = treadle.Schedule("x", Placement.loop(1), 1, ((F(-1), B(-1)),))
     assert {finding.code for finding in treadle.verify(negative).findings} >= {"T105", "T101"}
-    with pytest.raises(ValueError, match="of the sender or of use"):
+    with pytest.raises(ValueError, match="receives are one of sender, use"):
         treadle.verify(negative, receives="sendr")  # type: ignore[arg-type]
 
 

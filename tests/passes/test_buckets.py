@@ -88,7 +88,7 @@ def test_a_forward_that_does_not_wait_for_its_parameters_is_found() -> None:
         (((1, 0),), "buckets are given of each of 4 stages"),
         (((1,), (0,), (0,), (0,)), "each below the one before and the last 0"),
         (((0, 1, 0), (0,), (0,), (0,)), "each below the one before and the last 0"),
-        (((3, 0), (0,), (0,), (0,)), "the last 0, of 3"),
+        (((3, 0), (0,), (0,), (0,)), "begin at its blocks 0 to 2, got 3,0"),
     ],
 )
 def test_buckets_that_are_none_are_refused(buckets: tuple[tuple[int, ...], ...], said: str) -> None:

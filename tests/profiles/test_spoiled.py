@@ -165,7 +165,10 @@ SPOILS: dict[Spoil, tuple[tuple[str, ...], str]] = {
     empty_file: (ANY, r"rank_?2.*: empty"),
     not_a_profile: (ANY, r"rank_?2.*not read: no profile"),
     other_json: (ANY, r"rank_?2.*not read: no profile"),
-    no_events: (ANY, r"no op of a pipeline|no profile is there|no pp_rank_0|no range names"),
+    no_events: (
+        ANY,
+        r"no op of a pipeline|no profile is there|no pp_rank_0|no range names|no event of a rank whose place",
+    ),
     note_beside: (ANY, r"README\.txt: not read"),
     ranks_swapped: (ANY, r"the schedule as recorded does not verify"),
     starts_within_a_step: (ANY, r"step [01] is left out: .*rank_?0.* has 11 cells"),

@@ -23,7 +23,7 @@ def _accused(name: str, size: tuple[int, int | None, int], directory: Path) -> d
     pp, vpp, num_mb = size
     schedule = generate(name, pp=pp, vpp=vpp, microbatches=num_mb)
     found = {stop: verdict(schedule, stop, directory) for stop in stops(schedule)}
-    assert sum(verdict == "right" for verdict, _ in found.values()) > 0.8 * len(found)
+    assert sum(verdict == "right" for verdict, _ in found.values()) > 0.75 * len(found)
     return {stop: sentence for stop, (verdict, sentence) in found.items() if verdict == "wrong"}
 
 

@@ -72,7 +72,9 @@ def show(
     suggest(f"treadle simulate 1f1b --pp 4 -m 8 --costs {name}")
 
 
-@costs.command(epilog="Example: treadle costs measure my_layers.py:Block --input 1,4096,2048 --layers 48 -o mine.toml")
+@costs.command(
+    epilog="Example: treadle costs measure my_layers.py:Block --input 1,4096,2048 --layers 48 -o measured.toml"
+)
 def measure(
     layer: Annotated[
         str, typer.Argument(metavar="FILE.py:NAME", help="A module, or a class or function that makes one.")
