@@ -35,6 +35,7 @@ from local_ranks import run_ranks
 from treadle.ir.ops import LaneKind, OpKind
 from treadle.passes.cells import lower_cells
 from treadle.runtime.model import weight_grad as split
+from treadle.runtime.model.gradient_bucket import OuterProduct
 
 RANKS, MICROBATCHES = 4, 128
 WIDTH, BATCH = 32, 4
@@ -208,7 +209,8 @@ def hand_step(work: Work) -> Contender:
     shape = (BATCH, WIDTH)
     isend, irecv, empty, backward = dist.isend, dist.irecv, torch.empty, torch.autograd.backward
 
-    def add(param: nn.Parameter, grad: Tensor) -> None:
+    def add(param: nn.Parameter, given: Tensor | OuterProduct) -> None:
+        grad = given if isinstance(given, Tensor) else given.made()
         if param.grad is None:
             param.grad = grad
         else:
