@@ -15,7 +15,7 @@ from treadle.host.extras import brought_by
 from treadle.ir import Schedule
 from treadle.ir.trace import Trace
 from treadle.lowering.options import LoweringOptions
-from treadle.step import SharedHang, Step, Target, refuse_unused, steps_of
+from treadle.step import SharedHang, Step, Target, steps_of
 from treadle.verifier import Finding
 from treadle.verifier.communicator_checks import SHARED
 from treadle.view.described import described
@@ -145,9 +145,7 @@ def draw(
     if names is not None and len(names) != len(listed):
         raise ValueError(f"names are one for each of {len(listed)}, got {len(names)}")
     named = list(zip(names_of(listed), listed, strict=True))
-    lowered = checked_options(options)
-    refuse_unused(named, lowered)
-    steps = steps_of(named, checked_costs(costs), lowered)
+    steps = steps_of(named, checked_costs(costs), checked_options(options))
     found = [Shown.of(replace(step, name=_own_name(step))) for step in steps]
     if names is not None:
         found = [replace(each, name=name, title=name) for each, name in zip(found, names, strict=True)]

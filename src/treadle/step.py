@@ -348,28 +348,23 @@ class Step:
         return slow_factors(num_ranks, self.slowness, self.stragglers, self.seed)
 
 
-def steps_of(targets: Sequence[tuple[str, Target]], costs: Costs, options: LoweringOptions) -> list[Step]:
+def steps_of(
+    targets: Sequence[tuple[str, Target]], costs: Costs, options: LoweringOptions, *, used: bool = False
+) -> list[Step]:
     """Return a step for each (name, target); where there are several, all schedules get one model.
+
+    Options that no target reads are refused, unless the caller has a use for them.
 
     Raises:
         ValueError: the schedules would get models of different sizes, or the costs a slow stage that is not the same
             layers in all of them.
 
     """
+    if not used and options != WHOLE_CELLS and not any(isinstance(target, Schedule) for _, target in targets):
+        raise ValueError("options set how Schedules are lowered, and all of these are lowered already; leave them out")
     _check_stages(targets, costs)
     held = hold_model(targets, costs, options) if len(targets) > 1 else options
     return [Step(target, costs, held, name=name) for name, target in targets]
-
-
-def refuse_unused(targets: Sequence[tuple[str, Target]], options: LoweringOptions) -> None:
-    """Refuse options of lowering where no target is a schedule.
-
-    Raises:
-        ValueError: nothing would read them.
-
-    """
-    if options != WHOLE_CELLS and not any(isinstance(target, Schedule) for _, target in targets):
-        raise ValueError("options set how Schedules are lowered, and all of these are lowered already; leave them out")
 
 
 def _check_stages(targets: Sequence[tuple[str, Target]], costs: Costs) -> None:

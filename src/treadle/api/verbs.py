@@ -16,7 +16,7 @@ from treadle.simulator.compare import compare as compare_traces
 from treadle.simulator.predict import Durations
 from treadle.simulator.predict import simulate as simulate_program
 from treadle.simulator.slowness import Factors
-from treadle.step import Step, Target, refuse_unused, steps_of
+from treadle.step import Step, Target, steps_of
 from treadle.verifier import Communicators, ReceiveOrder, VerifyReport
 from treadle.verifier.communicator_queues import COMMUNICATORS
 from treadle.weights.update_plan import UpdatePlan
@@ -190,9 +190,7 @@ def compare(
     if names is not None and len(names) != len(targets):
         raise ValueError(f"names are one for each of {len(targets)}, got {len(names)}")
     called = list(names) if names is not None else names_of(targets)
-    named_targets, lowered = list(zip(called, targets, strict=True)), checked_options(options)
-    refuse_unused(named_targets, lowered)
-    steps = steps_of(named_targets, checked_costs(costs), lowered)
+    steps = steps_of(list(zip(called, targets, strict=True)), checked_costs(costs), checked_options(options))
     return compare_steps(steps)
 
 

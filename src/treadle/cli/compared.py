@@ -47,14 +47,17 @@ def _sized_like(schedule: Schedule, target: Target) -> Target:
     return replace(target, pp=pp, microbatches=microbatches)
 
 
-def make_steps(targets: Sequence[Target], loaded: Sequence[tuple[str, Loaded]], flags: StepFlags) -> list[Step]:
+def make_steps(
+    targets: Sequence[Target], loaded: Sequence[tuple[str, Loaded]], flags: StepFlags, *, used: bool = False
+) -> list[Step]:
     """Return a step for each target, named; beside plans, a schedule gets the costs and the model of the first plan.
 
-    Where it has as many stages as the plan, it gets the plan's layout too; else layers are cut evenly.
+    Where it has as many stages as the plan, it gets the plan's layout too; else layers are cut evenly. `used`: the
+    caller reads the flags, too.
     """
     first = next((target.plan for target in targets if target.plan is not None), None)
     if first is None:
-        return steps_of(loaded, flags.costs, flags.options)
+        return steps_of(loaded, flags.costs, flags.options, used=used)
     return [
         flags.step(thing, target.plan or _for_schedule(first, thing), name=name)
         for target, (name, thing) in zip(targets, loaded, strict=True)

@@ -129,7 +129,8 @@ class Follower:
 
 def observe(steps: Steps, first: int | None = None) -> Iterator[Observed]:
     """Return the steps of some files one by one, numbered from `first` on, or as they are."""
-    report, whatif = analyse(steps), WhatIf.of(steps)
+    whatif = WhatIf.of(steps)
+    report = analyse(steps, whatif)
     one = steps.trace(steps.numbers[0])
     tick = one.seconds / one.makespan
     names = [

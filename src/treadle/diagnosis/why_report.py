@@ -130,14 +130,14 @@ class WhyReport:
         }
 
 
-def analyse(steps: Steps) -> WhyReport:
-    """Say what measured steps are slowed down by.
+def analyse(steps: Steps, whatif: WhatIf | None = None) -> WhyReport:
+    """Say what measured steps are slowed down by; `whatif` is that of the steps, where the caller has it.
 
     Raises:
         ValueError: the steps are of a weight update, or their program does not finish.
 
     """
-    whatif = WhatIf.of(steps)
+    whatif = whatif if whatif is not None else WhatIf.of(steps)
     layout = steps.program.layout
     pp, dp = layout.placement.pp, layout.num_replicas
     num_stages = layout.placement.num_stages

@@ -25,7 +25,7 @@ from treadle.ir.trace import Clock, Trace
 from treadle.schedules import default_schedule
 from treadle.simulator import Comparison, Difference, OpGroup
 from treadle.simulator.fitted_run import fit_run
-from treadle.step import Step, refuse_unused
+from treadle.step import Step
 
 
 @spread_options
@@ -59,9 +59,7 @@ def compare(
         raise ValueError(f"--json prints a comparison, which takes at least two, got {names[0]}; leave --json out")
     targets = sized_targets(names, Target("", pp, vpp, microbatches))
     loaded = [(name, target.load()) for name, target in zip(names, targets, strict=True)]
-    if fit_to is None and all(target.plan is None for target in targets):
-        refuse_unused(loaded, flags.options)
-    steps = make_steps(targets, loaded, flags)
+    steps = make_steps(targets, loaded, flags, used=fit_to is not None)
     traces = make_traces(steps)
     if fit_to is not None:
         write_fit(fit_run(_measured(steps[-1], targets[-1], traces[-1]), _blocks(traces[-1], flags)), fit_to)

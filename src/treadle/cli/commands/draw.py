@@ -17,7 +17,7 @@ from treadle.cli.step_flags import StepFlags, note_missing
 from treadle.cli.target import PLACEMENT, Microbatches, Pp, Target, Vpp, label
 from treadle.cli.terminal import again, err, out, suggest, working, wrote
 from treadle.drawing import PAGE, Shown, require_matplotlib
-from treadle.step import Step, refuse_unused
+from treadle.step import Step
 from treadle.view.described import described
 from treadle.view.palette import PALETTES, palette
 from treadle.view.style import SUFFIXES, WIDTHS, FigureStyle, checked_path
@@ -135,8 +135,6 @@ def draw(
     targets = beside_plan(sized)
     things = [target.load() for target in targets]
     loaded = list(zip(label(targets, things), things, strict=True))
-    if all(target.plan is None for target in targets):
-        refuse_unused(loaded, flags.options)
     noted: set[str] = set()
     drawn = [_shown(step, noted) for step in make_steps(targets, loaded, flags)]
     if against is not None:
